@@ -1,0 +1,49 @@
+"""Weight-transfer backends for vLLM: a small core plus separately installable plugins.
+
+Importing this package imports neither torch nor vllm; the names below are resolved on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vllm_wt.hookspecs import hookimpl
+from vllm_wt.spec import BackendSpec, Kind
+
+if TYPE_CHECKING:
+    from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
+    from vllm_wt.session import PushResult, WeightSync
+    from vllm_wt.source import ModuleSource, StateDictSource, WeightSource
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendSpec",
+    "Kind",
+    "ModuleSource",
+    "PushResult",
+    "StateDictSource",
+    "TrainerWeightTransferEngine",
+    "WeightSource",
+    "WeightSync",
+    "WeightTransferEngine",
+    "__version__",
+    "hookimpl",
+]
+
+_LAZY = {
+    "ModuleSource": "vllm_wt.source",
+    "PushResult": "vllm_wt.session",
+    "StateDictSource": "vllm_wt.source",
+    "TrainerWeightTransferEngine": "vllm_wt.engine",
+    "WeightSource": "vllm_wt.source",
+    "WeightSync": "vllm_wt.session",
+    "WeightTransferEngine": "vllm_wt.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,104 @@
+"""The engine class that vLLM's workers see: vLLM's base class over core's round.
+
+``engine_<name>`` is made on first access, one subclass for each discovered backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine as VllmEngine
+
+from vllm_wt import registry
+from vllm_wt.bridge import compat
+from vllm_wt.bridge.reload import LayerwiseReload
+from vllm_wt.engine import WeightTransferEngine, WorkerContext
+from vllm_wt.errors import WeightTransferError, to_text
+from vllm_wt.pull import PullEngine
+from vllm_wt.round import WorkerRound
+from vllm_wt.spec import BackendSpec, Kind
+
+
+class RoundError(RuntimeError):
+    """What leaves our code inside vLLM: text that `vllm_wt.errors.from_text` reads back."""
+
+
+class WorkerEngine(VllmEngine):
+    """One vLLM worker's engine. Data is parsed inside the round, so that no rank raises alone."""
+
+    backend: str
+    supports_draft_weight_update = False
+    init_info_cls = dict
+    update_info_cls = dict
+
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        ranks = compat.worker_ranks(vllm_config.parallel_config)
+        context = WorkerContext(
+            backend=self.backend, device=device, rank=ranks.rank, size=ranks.size
+        )
+        spec = registry.default().get(self.backend).spec
+        self.round = WorkerRound(
+            _make_engine(spec, context),
+            LayerwiseReload(model, vllm_config, device),
+            ranks,
+            lambda: compat.device_context(device),
+        )
+
+    def parse_init_info(self, init_dict: Any) -> Any:
+        return init_dict
+
+    def parse_update_info(self, update_dict: Any) -> Any:
+        return update_dict
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self._guarded(self.round.init, init_info)
+
+    def start_weight_update(self) -> None:
+        self._guarded(self.round.start)
+
+    def update_weights(self, update_info: Any) -> None:
+        # vLLM's own method synchronizes the device at every call; ours needs that at commit only.
+        self._guarded(self.round.update, update_info)
+
+    def receive_weights(self, update_info: Any) -> None:
+        self._guarded(self.round.update, update_info)
+
+    def finish_weight_update(self) -> None:
+        self._guarded(self.round.finish)
+
+    def shutdown(self) -> None:
+        self.round.shutdown()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Abstract in vLLM up to 0.27; the trainer's side is `vllm_wt.WeightSync`."""
+        raise TypeError("use vllm_wt.WeightSync in the trainer")
+
+    @staticmethod
+    def _guarded(step: Any, *args: Any) -> None:
+        try:
+            step(*args)
+        except WeightTransferError as error:
+            raise RoundError(to_text(error)) from error
+
+
+def _make_engine(spec: BackendSpec, context: WorkerContext) -> WeightTransferEngine[Any, Any]:
+    if spec.kind is Kind.TRANSPORT:
+        return PullEngine(context, registry.resolve(str(spec.transport), backend=spec.name))
+    engine: WeightTransferEngine[Any, Any] = registry.resolve(str(spec.worker), backend=spec.name)(
+        context
+    )
+    return engine
+
+
+def __getattr__(name: str) -> type[WorkerEngine]:
+    backend = name.removeprefix("engine_")
+    if backend == name or backend not in registry.default().backends:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    cls = type(f"WorkerEngine_{backend}", (WorkerEngine,), {"backend": backend})
+    globals()[name] = cls
+    return cls

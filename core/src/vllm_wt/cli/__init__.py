@@ -1,0 +1,26 @@
+"""The command ``vllm-wt``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from vllm_wt.cli import bench, demo, listing
+from vllm_wt.errors import WeightTransferError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; its exit code, or 1 with the message of a typed error."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-wt", description="Weight-transfer backends for vLLM."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (listing, demo, bench):
+        module.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except WeightTransferError as error:
+        print(f"vllm-wt: {error}", file=sys.stderr)
+        return 1
+    return code

@@ -1,0 +1,55 @@
+"""The demo's trainer: a process of its own, in which vllm cannot be imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(config: dict[str, Any]) -> None:
+    """Push new random weights, save them as a checkpoint, and have the engine's side compare."""
+    sys.modules["vllm"] = None  # type: ignore[assignment]  # any import of it raises from here on
+    from vllm_wt.clients.relay import RelayClient
+    from vllm_wt.session import WeightSync
+    from vllm_wt.testing.models import ModelShape, random_model, randomize, save_checkpoint
+
+    folder = Path(config["folder"])
+    engine = RelayClient(folder / "engine.sock")
+    engine.call("hello", {"pid": os.getpid(), "import_vllm": _import_vllm()})
+    model = random_model(ModelShape(**config["shape"]), seed=0)
+    with WeightSync.connect(engine, backend=config["backend"], source=model) as sync:
+        for version in range(1, config["rounds"] + 1):
+            randomize(model, seed=version)  # stands for a training step
+            result = sync.push(version)
+            save_checkpoint(model, folder / f"v{version}")
+            (stages,) = result.engines.values()
+            engine.call(
+                "report",
+                {
+                    "version": version,
+                    "tensors": result.tensors,
+                    "nbytes": result.nbytes,
+                    "gather_s": result.gather_s,
+                    "wire_s": stages.wire,
+                    "verify_s": stages.verify,
+                    "load_s": stages.load,
+                    "pause_s": stages.load,
+                    "total_s": result.total_s,
+                },
+            )
+    engine.close()
+
+
+def _import_vllm() -> str:
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        return f"{type(error).__name__}"
+    return "works"
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""``vllm-wt list``: the backends of this environment."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from typing import Any
+
+from vllm_wt import registry
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("list", help="backends that are installed, and those that fail")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code 1 when a package failed to load."""
+    found = registry.load()
+    backends = [
+        {
+            "name": name,
+            "vllm_name": _vllm_name(name),
+            "kind": backend.spec.kind.value,
+            "distribution": backend.distribution,
+            "version": backend.version,
+            "capabilities": sorted(backend.spec.capabilities),
+            "summary": backend.spec.summary,
+        }
+        for name, backend in sorted(found.backends.items())
+    ]
+    failures = [vars(failure) for failure in found.failures]
+    if arguments.json:
+        print(json.dumps({"backends": backends, "failures": failures}))
+    else:
+        _print(backends, failures)
+    return 1 if failures else 0
+
+
+def _vllm_name(backend: str) -> str | None:
+    """The name for ``WeightTransferConfig`` here; None without vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from vllm_wt.bridge.register import name_in_vllm, register
+
+    register()
+    return name_in_vllm(backend)
+
+
+def _print(backends: list[dict[str, Any]], failures: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    if backends:
+        table = Table("backend", "in vLLM", "kind", "distribution", "summary", box=None)
+        for row in backends:
+            table.add_row(
+                row["name"],
+                f'backend="{row["vllm_name"]}"' if row["vllm_name"] else "(vLLM not installed)",
+                row["kind"],
+                f"{row['distribution']} {row['version']}",
+                row["summary"],
+            )
+        console.print(table)
+    else:
+        console.print("No backends installed. Cure: pip install vllm-wt-rdma")
+    for failure in failures:
+        console.print(
+            f"{failure['name']} ({failure['distribution']} {failure['version']}): "
+            f"{failure['error']}\n  Cure: {failure['cure']}",
+            markup=False,
+        )

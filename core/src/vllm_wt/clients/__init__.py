@@ -1,0 +1,1 @@
+"""How a trainer reaches an engine."""

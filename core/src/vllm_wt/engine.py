@@ -1,0 +1,152 @@
+"""The two contracts a backend fulfils. A Transport fulfils both through `vllm_wt.pull`.
+
+Worker side, one instance in every vLLM worker process. WHO runs each step:
+
+=======================  =========================================  =============================
+step                     run by                                     may block
+=======================  =========================================  =============================
+init_transfer_engine     the worker's main thread                   until ``init_info.deadline_s``
+start_weight_update      the worker's main thread                   no
+receive_weights          a thread of core's, while vLLM generates   until ``deadline_s``
+abort_weight_update      the worker's main thread                   no
+finish_weight_update     the worker's main thread, after commit     no
+shutdown                 the worker's main thread                   briefly
+=======================  =========================================  =============================
+
+An engine may raise on any rank at any step: core makes the ranks agree on the outcome. It never
+touches the model; it hands the received tensors to ``load_weights``, which stages them.
+
+Trainer side, one instance in the trainer process, driven by `vllm_wt.delivery`:
+``describe`` once an engine, then for each round ``publish`` and ``update_info``; ``serve`` runs on a
+thread of core's while workers connect or receive; ``shutdown`` at the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from typing_extensions import Self
+
+from vllm_wt.deadline import Deadline
+from vllm_wt.info import InitInfo, Op, UpdateInfo
+from vllm_wt.source import WeightSource
+
+I = TypeVar("I", bound=InitInfo)  # noqa: E741
+U = TypeVar("U", bound=UpdateInfo)
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+"""Stages received tensors (full shape, manifest dtype); they must stay untouched until the commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """Where a worker engine lives.
+
+    Args:
+        backend: Name of the backend.
+        device: Device of the worker's model; receive buffers belong there.
+        rank: Rank in the engine's worker group (tensor and pipeline parallel).
+        size: Number of workers in that group.
+    """
+
+    backend: str
+    device: torch.device
+    rank: int
+    size: int
+
+
+class WeightTransferEngine(ABC, Generic[I, U]):
+    """Worker side of a backend."""
+
+    init_info_cls: type[I]
+    update_info_cls: type[U]
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: I) -> None:
+        """Connect to the trainer. A second call replaces the first trainer by the new one."""
+
+    def start_weight_update(self) -> None:
+        """A round begins. The model goes on generating."""
+
+    @abstractmethod
+    def receive_weights(self, update_info: U, load_weights: LoadWeights) -> None:
+        """Receive every tensor of the manifest and hand it to ``load_weights``, in one or many calls.
+
+        Returns only when all bytes have landed; raises when they cannot.
+        """
+
+    def finish_weight_update(self) -> None:
+        """The staged tensors are in the model now; buffers may be reused."""
+
+    @abstractmethod
+    def abort_weight_update(self, reason: str) -> None:
+        """Make a running ``receive_weights`` raise soon. Called from another thread, at any time."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Release everything; idempotent, and ``init_transfer_engine`` works afterwards."""
+
+
+class TrainerWeightTransferEngine(ABC):
+    """Trainer side of a backend.
+
+    Args:
+        source: The weights.
+        backend: Name of the backend.
+        options: Options of the backend, by name.
+    """
+
+    def __init__(self, source: WeightSource, *, backend: str, **options: Any) -> None:
+        if options:
+            raise TypeError(f"backend {backend!r} has no options {sorted(options)}")
+        self.source = source
+        self.backend = backend
+
+    @abstractmethod
+    def describe(self, deadline: Deadline) -> InitInfo:
+        """What the workers need to connect."""
+
+    @property
+    def generation(self) -> int:
+        """Rises whenever workers must be told something new about where the weights are."""
+        return 0
+
+    @abstractmethod
+    def publish(self, version: int, deadline: Deadline) -> None:
+        """Make the source's current values available to readers as ``version``."""
+
+    @abstractmethod
+    def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
+        """What the workers are sent for the version that was published last.
+
+        Args:
+            op: The step asked for.
+            deadline: Of the whole round.
+            known: The generation that these workers have been told.
+        """
+
+    @abstractmethod
+    def serve(self, stop: threading.Event) -> None:
+        """The trainer's part of a rendezvous or a transfer; returns once ``stop`` is set."""
+
+    @abstractmethod
+    def delivered(self) -> int:
+        """How many workers have reported that they hold all bytes of what was published last."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Release everything; idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()

@@ -1,0 +1,245 @@
+"""The dataclasses that cross between trainer and workers, and their strict decoding.
+
+Everything here is JSON-safe. A peer's data is decoded by pydantic in strict mode: an unknown or
+missing field, a wrong type or a value out of range is an :class:`~vllm_wt.errors.InvalidInfo`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import Self
+
+from vllm_wt.deadline import INIT_S, ROUND_S
+from vllm_wt.errors import CorruptTransfer, InvalidInfo
+from vllm_wt.manifest import Manifest, TensorMeta
+
+PROTOCOL: Final = 1
+"""Version of everything in this module; both sides must agree."""
+
+_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""A version, generation, ticket or byte count."""
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+"""A deadline: more than 0, at most a day."""
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""A SHA-256 in hex."""
+Identifier = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
+"""A session, owner or reader name."""
+Op = Literal["open", "poll", "seal", "all"]
+"""What one ``update_weights`` call asks for; ``"all"`` is open and seal in one call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireInfo:
+    """Base of all dataclasses that cross the wire."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields as JSON-safe data; :meth:`from_wire` is its inverse."""
+        wire: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return wire
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], *, backend: str) -> Self:
+        """Decode a peer's data.
+
+        Args:
+            data: What came over the wire.
+            backend: Named in the error.
+
+        Raises:
+            InvalidInfo: Not exactly this dataclass, as JSON.
+        """
+        try:
+            text = json.dumps(data, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidInfo(
+                f"{cls.__name__} is not JSON-safe: {error}", backend=backend, expected="JSON data"
+            ) from None
+        try:
+            decoded: Self = _adapter(cls).validate_json(text)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise _invalid(cls, error, backend) from None
+        return decoded
+
+
+@lru_cache(maxsize=64)
+def _adapter(cls: type[WireInfo]) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def _invalid(cls: type[WireInfo], error: ValidationError, backend: str) -> InvalidInfo:
+    first = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in first["loc"]) or "(the whole)"
+    known = ", ".join(f.name for f in fields(cls))
+    kind = first["type"]
+    if kind in {"unexpected_keyword_argument", "extra_forbidden"}:
+        what, expected, got = f"{cls.__name__} has no field {path!r}", f"only {known}", path
+    elif kind in {"missing", "missing_argument", "missing_keyword_only_argument"}:
+        what, expected, got = f"{cls.__name__} lacks the field {path!r}", f"all of {known}", "none"
+    else:
+        what = f"{cls.__name__} has a wrong value in the field {path!r}"
+        expected, got = first["msg"], repr(first.get("input"))[:200]
+    return InvalidInfo(
+        what,
+        backend=backend,
+        where=path,
+        expected=expected,
+        got=got,
+        cure="both sides must run the same vllm-wt release and the same backend",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle(WireInfo):
+    """Fabric-specific data that lets a reader reach an owner's memory, with its checksum.
+
+    Fabrics accept flipped bytes in silence (seen with NIXL 1.5), so the body is checked here first.
+    """
+
+    owner: Identifier
+    generation: Count
+    body: str
+    checksum: Digest
+
+    @classmethod
+    def wrap(cls, owner: str, generation: int, body: bytes) -> Handle:
+        """Wrap what a Transport's ``expose`` returned."""
+        text = base64.b64encode(body).decode()
+        return cls(
+            owner=owner,
+            generation=generation,
+            body=text,
+            checksum=_checksum(owner, generation, text),
+        )
+
+    def unwrap(self, *, backend: str) -> bytes:
+        """The body, checked.
+
+        Raises:
+            CorruptTransfer: It is not what :meth:`wrap` produced.
+        """
+        if self.checksum != _checksum(self.owner, self.generation, self.body):
+            raise CorruptTransfer(
+                f"The handle of owner {self.owner!r} was damaged on its way",
+                backend=backend,
+                expected=f"SHA-256 {self.checksum[:12]}...",
+                got=f"{_checksum(self.owner, self.generation, self.body)[:12]}...",
+                cure="connect again",
+            )
+        try:
+            return base64.b64decode(self.body, validate=True)
+        except binascii.Error as error:
+            raise CorruptTransfer(
+                f"The handle of owner {self.owner!r} is not base64: {error}", backend=backend
+            ) from None
+
+
+def _checksum(owner: str, generation: int, body: str) -> str:
+    return hashlib.sha256(f"{owner}\n{generation}\n{body}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo(WireInfo):
+    """:class:`~vllm_wt.manifest.TensorMeta` on the wire."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitInfo(WireInfo):
+    """What every backend's ``init_info`` has.
+
+    Args:
+        session: Name of the trainer's session; a new trainer has a new one.
+        tensors: The manifest, in the order of the source.
+        manifest_digest: :attr:`Manifest.digest`, checked against ``tensors``.
+        deadline_s: Seconds the worker may spend in init.
+    """
+
+    session: Identifier
+    tensors: tuple[TensorInfo, ...]
+    manifest_digest: Digest
+    protocol: Literal[1] = PROTOCOL
+    deadline_s: Seconds = INIT_S
+
+    def manifest(self) -> Manifest:
+        """The manifest, checked.
+
+        Raises:
+            ManifestMismatch: Empty, a name twice, an unknown dtype.
+            CorruptTransfer: The digest disagrees with the tensors.
+        """
+        manifest = Manifest(tuple(TensorMeta(t.name, t.dtype, t.shape) for t in self.tensors))
+        if manifest.digest != self.manifest_digest:
+            raise CorruptTransfer(
+                "The manifest disagrees with its digest",
+                expected=self.manifest_digest,
+                got=manifest.digest,
+                cure="connect again",
+            )
+        return manifest
+
+    @staticmethod
+    def tensors_of(manifest: Manifest) -> tuple[TensorInfo, ...]:
+        """The field ``tensors`` for a manifest."""
+        return tuple(
+            TensorInfo(name=t.name, dtype=t.dtype, shape=t.shape) for t in manifest.tensors
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateInfo(WireInfo):
+    """What every backend's ``update_info`` has.
+
+    Args:
+        op: See :data:`Op`.
+        session: Must equal the session of init.
+        version: Version of the weights that are sent.
+        ticket: Number of this attempt, never used twice in a session; late signals of an earlier
+            attempt cannot be taken for this one's.
+        manifest_digest: Digest of the manifest that the source has now.
+        deadline_s: Seconds left for the whole round.
+    """
+
+    op: Op
+    session: Identifier
+    version: Count
+    ticket: Count
+    manifest_digest: Digest
+    deadline_s: Seconds = ROUND_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullInitInfo(InitInfo):
+    """Init info of every backend that is a Transport.
+
+    Args:
+        handle: Where the tensors can be read: its k-th buffer is the k-th non-empty tensor.
+    """
+
+    handle: Handle
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullUpdateInfo(UpdateInfo):
+    """Update info of every backend that is a Transport.
+
+    Args:
+        handle: The new handle when memory moved since init or the last round.
+    """
+
+    handle: Handle | None = None

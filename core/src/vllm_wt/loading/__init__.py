@@ -1,0 +1,1 @@
+"""From received bytes to a model that generates with them."""

@@ -1,0 +1,314 @@
+"""Any Transport as a full backend: workers pull the trainer's tensors into an arena of their own."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from typing import Any
+
+import torch
+
+from vllm_wt.deadline import Deadline
+from vllm_wt.engine import (
+    LoadWeights,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WorkerContext,
+)
+from vllm_wt.errors import Aborted, ManifestMismatch, WrongOrder
+from vllm_wt.info import Handle, InitInfo, Op, PullInitInfo, PullUpdateInfo, UpdateInfo
+from vllm_wt.manifest import Manifest
+from vllm_wt.packing import Layout, as_bytes, meta_of
+from vllm_wt.source import WeightSource
+from vllm_wt.transport import Copy, Transport
+
+_POLL_S = 0.0002
+"""Seconds between two polls of a transfer; an abort ends the wait at once."""
+_SERVE_S = 0.001
+"""Seconds between two polls of the owner's endpoint while peers may connect or read."""
+
+
+class _Connection:
+    """A live transport with the arena registered, the owner open and the plan prepared."""
+
+    def __init__(
+        self, transport: Transport, arena: torch.Tensor, layout: Layout, handle: Handle
+    ) -> None:
+        self.transport = transport
+        self.owner = handle.owner
+        self._layout = layout
+        self._region = transport.register([arena])
+        self.plan: Any = None
+
+    def open(self, handle: Handle, backend: str, deadline: Deadline) -> None:
+        body = handle.unwrap(backend=backend)
+        self.transport.open(handle.owner, handle.generation, body, deadline)
+        slots = [slot for slot in self._layout.slots if slot.nbytes]
+        copies = [
+            Copy(handle.owner, source, 0, 0, slot.offset, slot.nbytes)
+            for source, slot in enumerate(slots)
+        ]
+        self.plan = self.transport.prepare(self._region, copies)
+
+
+class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
+    """Worker side of every Transport.
+
+    The connection is made at init and kept over rounds. A round that fails drops it, since the
+    state of a fabric after an error is anybody's guess, and the next round makes a new one.
+
+    Args:
+        context: Where the worker lives.
+        transport_cls: The plugin's Transport.
+    """
+
+    init_info_cls = PullInitInfo
+    update_info_cls = PullUpdateInfo
+
+    def __init__(self, context: WorkerContext, transport_cls: type[Transport]) -> None:
+        super().__init__(context)
+        self._transport_cls = transport_cls
+        self._layout: Layout | None = None
+        self._handle: Handle | None = None
+        self._arena: torch.Tensor | None = None
+        self._connection: _Connection | None = None
+        self._quarantine: list[tuple[Transport, Any, torch.Tensor]] = []
+        self._abort = threading.Event()
+        self._abort_reason = ""
+
+    def init_transfer_engine(self, init_info: PullInitInfo) -> None:
+        self._drop_connection()
+        self._layout = Layout(init_info.manifest())
+        self._handle = init_info.handle
+        if self._arena is None or self._arena.numel() != self._layout.nbytes:
+            self._arena = None  # free the old one before the new one is made
+        self._connect(Deadline(init_info.deadline_s))
+
+    def start_weight_update(self) -> None:
+        self._abort.clear()
+
+    def receive_weights(self, update_info: PullUpdateInfo, load_weights: LoadWeights) -> None:
+        deadline = Deadline(update_info.deadline_s)
+        try:
+            if update_info.handle is not None:
+                self._handle = update_info.handle
+                if self._connection is not None:
+                    self._connection.open(self._handle, self.context.backend, deadline)
+            if self._connection is None:
+                self._connect(deadline)
+            self._read(deadline)
+            connection, layout, arena = self._live()
+            load_weights(layout.views(arena))
+            connection.transport.notify(connection.owner, update_info.ticket)
+        except BaseException:
+            self._drop_connection()
+            raise
+
+    def abort_weight_update(self, reason: str) -> None:
+        self._abort_reason = reason
+        self._abort.set()
+
+    def shutdown(self) -> None:
+        self._drop_connection()
+        self._arena = self._layout = self._handle = None
+
+    def _live(self) -> tuple[_Connection, Layout, torch.Tensor]:
+        if self._connection is None or self._layout is None or self._arena is None:
+            raise WrongOrder("No connection to a trainer", cure="connect first")
+        return self._connection, self._layout, self._arena
+
+    def _connect(self, deadline: Deadline) -> None:
+        if self._layout is None or self._handle is None:
+            raise WrongOrder("No connection to a trainer", cure="connect first")
+        self._release_quarantine()
+        if self._arena is None:
+            self._arena = torch.zeros(
+                self._layout.nbytes, dtype=torch.uint8, device=self.context.device
+            )
+        name = f"worker{self.context.rank}-{uuid.uuid4().hex[:12]}"
+        transport = self._transport_cls(name, self.context.device)
+        try:
+            connection = _Connection(transport, self._arena, self._layout, self._handle)
+            connection.open(self._handle, self.context.backend, deadline)
+        except BaseException:
+            transport.close()
+            raise
+        self._connection = connection
+
+    def _read(self, deadline: Deadline) -> None:
+        connection, layout, arena = self._live()
+        operation = connection.transport.submit(connection.plan)
+        try:
+            while not (progress := connection.transport.poll(operation)).done:
+                deadline.check(
+                    "The trainer's memory was not read in time",
+                    where="receive_weights",
+                    got=f"{progress.nbytes} of {layout.manifest.nbytes} bytes",
+                )
+                if self._abort.wait(_POLL_S):
+                    raise Aborted(f"The read was given up: {self._abort_reason}")
+        except BaseException:
+            if not connection.transport.cancel(operation):
+                # Something may still write into the arena: it is kept, unused, until that is over.
+                self._quarantine.append((connection.transport, operation, arena))
+                self._connection = self._arena = None
+            raise
+
+    def _release_quarantine(self) -> None:
+        held, self._quarantine = self._quarantine, []
+        for transport, operation, arena in held:
+            if transport.cancel(operation):
+                transport.close()
+            else:
+                self._quarantine.append((transport, operation, arena))
+
+    def _drop_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.transport.close()
+            self._connection = None
+
+
+class PullTrainer(TrainerWeightTransferEngine):
+    """Trainer side of every Transport.
+
+    Contiguous tensors are exposed where they are, nothing is copied; any other tensor has one
+    contiguous copy that is refreshed at each publish. Memory that moved between rounds is noticed
+    and exposed anew.
+
+    Args:
+        source: The weights.
+        backend: Name of the backend.
+        transport_cls: The plugin's Transport.
+        options: Options of the backend; none are known to core.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        backend: str,
+        transport_cls: type[Transport],
+        **options: Any,
+    ) -> None:
+        super().__init__(source, backend=backend, **options)
+        self._transport_cls = transport_cls
+        self._session = uuid.uuid4().hex
+        self._manifest = source.manifest()
+        self._transport: Transport | None = None
+        self._lock = threading.Lock()  # the serving thread and the caller share the transport
+        self._region: Any = None
+        self._exposed: list[tuple[int, torch.Tensor]] = []
+        self._copies: dict[str, torch.Tensor] = {}
+        self._generation = 0
+        self._ticket = 0
+        self._version = 0
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def describe(self, deadline: Deadline) -> InitInfo:
+        self._expose()
+        return PullInitInfo(
+            session=self._session,
+            tensors=InitInfo.tensors_of(self._manifest),
+            manifest_digest=self._manifest.digest,
+            deadline_s=_seconds(deadline),
+            handle=self._handle(),
+        )
+
+    def publish(self, version: int, deadline: Deadline) -> None:
+        self._expose()
+        self._version = version
+        self._ticket += 1
+
+    def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
+        return PullUpdateInfo(
+            op=op,
+            session=self._session,
+            version=self._version,
+            ticket=self._ticket,
+            manifest_digest=self._manifest.digest,
+            deadline_s=_seconds(deadline),
+            handle=self._handle() if op in {"open", "all"} and known != self._generation else None,
+        )
+
+    def serve(self, stop: threading.Event) -> None:
+        while not stop.wait(_SERVE_S):
+            with self._lock:
+                if self._transport is not None:
+                    self._transport.progress()
+
+    def delivered(self) -> int:
+        with self._lock:
+            return len(self._transport.readers(self._ticket)) if self._transport else 0
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._transport is not None:
+                self._transport.close()
+            self._transport = self._region = None
+            self._exposed = []
+            self._copies = {}
+
+    def _buffers(self) -> tuple[Manifest, list[torch.Tensor]]:
+        """The non-empty tensors as they are to be read, contiguous, with this pass's values."""
+        metas, buffers = [], []
+        for name, tensor in self.source:
+            metas.append(meta_of(name, tensor))
+            if tensor.numel():
+                buffers.append(tensor if tensor.is_contiguous() else self._copy(name, tensor))
+        return Manifest(tuple(metas)), buffers
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._copies.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            self._copies[name] = kept
+        return kept.copy_(tensor)
+
+    def _expose(self) -> None:
+        """Make the source's current values readable; a new generation when memory has moved."""
+        manifest, buffers = self._buffers()
+        self._manifest.require_same(manifest.tensors, where="publish")
+        _require_one_device(buffers)
+        if buffers and buffers[0].is_cuda:
+            torch.cuda.synchronize(buffers[0].device)  # readers see memory, not our streams
+        places = [buffer.data_ptr() for buffer in buffers]
+        with self._lock:
+            if self._transport is not None and places == [place for place, _ in self._exposed]:
+                return
+            if self._transport is None:
+                device = buffers[0].device if buffers else torch.device("cpu")
+                self._transport = self._transport_cls(f"trainer-{self._session[:12]}", device)
+            elif self._region is not None:
+                self._transport.revoke(self._generation)
+                self._transport.unregister(self._region)
+            # Holding the tensors keeps their memory from being freed under a reader.
+            self._exposed = list(zip(places, buffers, strict=True))
+            self._region = self._transport.register([as_bytes(buffer) for buffer in buffers])
+            self._generation += 1
+
+    def _handle(self) -> Handle:
+        if self._transport is None:
+            raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
+        with self._lock:
+            body = self._transport.expose(self._region, self._generation)
+        return Handle.wrap(f"trainer-{self._session[:12]}", self._generation, body)
+
+
+def _seconds(deadline: Deadline) -> float:
+    """What is left, as a legal wire value even when nothing is."""
+    return max(0.001, deadline.remaining())
+
+
+def _require_one_device(buffers: list[torch.Tensor]) -> None:
+    devices = sorted({str(buffer.device) for buffer in buffers})
+    if len(devices) > 1:
+        raise ManifestMismatch(
+            "The tensors of one trainer rank are on several devices",
+            where="source",
+            expected="one device",
+            got=", ".join(devices),
+            cure="move them to one device, or run one trainer rank a device",
+        )

@@ -1,0 +1,103 @@
+"""The ranks of one engine agree on the outcome of every step before any of them speaks.
+
+vLLM's ``collective_rpc`` falls out of step when a rank other than the last one raises: it leaves the
+other replies in their queues, and later calls get earlier answers (seen in 0.32).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from vllm_wt.errors import Timeout, TransportError
+
+_PAYLOAD = 16384
+"""Bytes a rank may say in one exchange; error texts are cut well below it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says after a step: its error's facts, and whether vLLM holds a round open on it."""
+
+    error: dict[str, Any] | None
+    active: bool
+
+    def encode(self) -> bytes:
+        return json.dumps({"error": self.error, "active": self.active}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Report:
+        decoded = json.loads(data)
+        return cls(decoded["error"], decoded["active"])
+
+
+class Ranks(Protocol):
+    """The workers of one engine."""
+
+    rank: int
+    size: int
+
+    def exchange(self, report: Report, seconds: float) -> list[Report]:
+        """Everybody's report, by rank; every rank must call it."""
+
+
+class SingleRank:
+    """An engine with one worker."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, report: Report, seconds: float) -> list[Report]:
+        return [report]
+
+
+class GroupRanks:
+    """Workers that share a CPU process group.
+
+    Args:
+        group: A gloo group of the engine's workers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def exchange(self, report: Report, seconds: float) -> list[Report]:
+        """See :class:`Ranks`.
+
+        Raises:
+            Timeout: A rank did not answer; its process is stopped or dead.
+            TransportError: The group is broken.
+        """
+        data = report.encode()
+        if len(data) > _PAYLOAD - 4:
+            data = Report(
+                {"code": "E00", "what": "error too long to report"}, report.active
+            ).encode()
+        mine = torch.zeros(_PAYLOAD, dtype=torch.uint8)
+        framed = len(data).to_bytes(4, "little") + data
+        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = dist.all_gather(parts, mine, group=self._group, async_op=True)
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            cls = Timeout if timed_out else TransportError
+            raise cls(
+                f"The ranks of the engine could not agree: {error}",
+                where=f"rank {self.rank} of {self.size}",
+                expected=f"an answer of every rank within {seconds:g} s",
+                cure="a worker process is stopped or dead: restart the engine",
+            ) from error
+        reports = []
+        for part in parts:
+            raw = bytes(part.tolist())
+            reports.append(Report.decode(raw[4 : 4 + int.from_bytes(raw[:4], "little")]))
+        return reports

@@ -1,0 +1,192 @@
+"""Discovery of backend packages through the entry-point group ``vllm.weight_transfer``.
+
+Entry points are loaded one by one, so that a broken package is reported and takes nobody down.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
+from typing import Any
+
+import pluggy
+
+from vllm_wt import hookspecs
+from vllm_wt.errors import BackendUnavailable, PluginError
+from vllm_wt.spec import BackendSpec
+
+GROUP = "vllm.weight_transfer"
+ALLOW_LIST = "VLLM_WT_PLUGINS"
+"""Environment variable: comma-separated backend names to load; unset loads all, empty loads none."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend that was found and answered its hook."""
+
+    spec: BackendSpec
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An entry point that could not be used, and why."""
+
+    name: str
+    distribution: str
+    version: str
+    error: str
+    cure: str
+
+
+@dataclass
+class Registry:
+    """All backends of this environment, and the ones that failed to load."""
+
+    backends: dict[str, Backend] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    hooks: pluggy.PluginManager = field(
+        default_factory=lambda: pluggy.PluginManager(hookspecs.PROJECT)
+    )
+
+    def get(self, name: str) -> Backend:
+        """The backend called ``name`` (``wt_<name>``, vLLM's spelling of it, works as well).
+
+        Raises:
+            PluginError: The package is installed but broken.
+            BackendUnavailable: No package provides it.
+        """
+        short = name.removeprefix("wt_") if name not in self.backends else name
+        if short in self.backends:
+            return self.backends[short]
+        for failure in self.failures:
+            if failure.name == short:
+                raise PluginError(
+                    f"Backend {short!r} of {failure.distribution} {failure.version} "
+                    f"cannot be used: {failure.error}",
+                    backend=short,
+                    cure=failure.cure,
+                )
+        raise BackendUnavailable(
+            f"There is no backend {short!r}",
+            backend=short,
+            expected=f"one of {sorted(self.backends)}",
+            cure=f"pip install vllm-wt-{short}",
+        )
+
+
+def load(entry_points: Iterable[metadata.EntryPoint] | None = None) -> Registry:
+    """Load every backend of the group, or of ``entry_points`` when given.
+
+    Never raises for a broken package: each failure is kept in :attr:`Registry.failures`.
+    """
+    registry = Registry()
+    registry.hooks.add_hookspecs(hookspecs)
+    found = list(metadata.entry_points(group=GROUP) if entry_points is None else entry_points)
+    allowed = os.environ.get(ALLOW_LIST)
+    if allowed is not None:
+        wanted = {name.strip() for name in allowed.split(",")}
+        found = [point for point in found if point.name in wanted]
+    owners = Counter(point.name for point in found)
+    for point in sorted(found, key=lambda point: point.name):
+        distribution, version = _owner(point)
+        if owners[point.name] > 1:
+            names = sorted({_owner(other)[0] for other in found if other.name == point.name})
+            registry.failures.append(
+                Failure(
+                    point.name,
+                    distribution,
+                    version,
+                    f"the name {point.name!r} is claimed by {' and '.join(names)}",
+                    f"uninstall all but one of {', '.join(names)}",
+                )
+            )
+            continue
+        try:
+            spec = _load_one(registry.hooks, point)
+        except Exception as error:
+            registry.failures.append(
+                Failure(
+                    point.name,
+                    distribution,
+                    version,
+                    f"{type(error).__name__}: {error}",
+                    _cure(error, distribution),
+                )
+            )
+            continue
+        registry.backends[point.name] = Backend(spec, distribution, version)
+    return registry
+
+
+@lru_cache(maxsize=1)
+def default() -> Registry:
+    """The registry of this process, loaded at first use."""
+    return load()
+
+
+def resolve(path: str, *, backend: str) -> Any:
+    """Import ``"package.module:Class"``.
+
+    Raises:
+        BackendUnavailable: Its code cannot be imported here.
+        PluginError: The module has no such class.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"The code of backend {backend!r} cannot be imported: {error}",
+            backend=backend,
+            where=module_name,
+            cure=f"pip install vllm-wt-{backend} (with the dependency named above)",
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise PluginError(
+            f"Backend {backend!r} names a class that does not exist",
+            backend=backend,
+            expected=path,
+            cure="install a fixed release of the package",
+        ) from error
+
+
+def _owner(point: metadata.EntryPoint) -> tuple[str, str]:
+    return (point.dist.name, point.dist.version) if point.dist else ("unknown", "?")
+
+
+def _load_one(hooks: pluggy.PluginManager, point: metadata.EntryPoint) -> BackendSpec:
+    module = point.load()
+    hooks.register(module, name=point.name)
+    try:
+        hooks.check_pending()
+        answers = hooks.subset_hook_caller(
+            "vllm_wt_backend",
+            remove_plugins=[
+                other for name, other in hooks.list_name_plugin() if other is not module
+            ],
+        )()
+        if len(answers) != 1 or not isinstance(answers[0], BackendSpec):
+            raise TypeError(f"vllm_wt_backend() must return one BackendSpec, got {answers!r}")
+        if answers[0].name != point.name:
+            raise ValueError(
+                f"entry point {point.name!r} describes a backend called {answers[0].name!r}"
+            )
+    except Exception:
+        hooks.unregister(module)
+        raise
+    return answers[0]
+
+
+def _cure(error: Exception, distribution: str) -> str:
+    if isinstance(error, ImportError):
+        return f"install what {distribution} misses, or pip uninstall {distribution}"
+    return f"pip install --upgrade {distribution}, or pip uninstall {distribution}"

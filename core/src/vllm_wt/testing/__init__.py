@@ -1,0 +1,1 @@
+"""Small models and real engines, for the demo, the benchmarks and tests."""

@@ -1,0 +1,56 @@
+"""Starting a real vLLM engine that is small enough for a laptop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm_wt.bridge.register import name_in_vllm
+
+
+def start_llm(model: Path, dtype: str, backend: str, *, tp: int = 1, **overrides: Any) -> Any:
+    """A ``vllm.LLM`` on a checkpoint, ready for weight transfer.
+
+    Args:
+        model: The checkpoint's folder.
+        dtype: Its dtype by torch's name; vLLM would turn float32 into bfloat16 unasked.
+        backend: Name of an installed backend.
+        tp: Tensor-parallel size. On a CPU each worker gets a core.
+        overrides: Further arguments of ``LLM``.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(r) for r in range(tp)))
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": dtype,
+        "use_tqdm_on_load": False,
+        "tensor_parallel_size": tp,
+        "weight_transfer_config": WeightTransferConfig(backend=name_in_vllm(backend)),
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 64 << 20,
+        "disable_log_stats": True,
+    }
+    return LLM(**(arguments | overrides))
+
+
+def greedy_tokens(llm: Any, prompt_ids: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Greedy continuations by the engine, one request at a time so that batching cannot differ."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    )
+    outputs = []
+    for ids in prompt_ids:
+        (request,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        outputs.append([int(token) for token in request.outputs[0].token_ids])
+    return outputs

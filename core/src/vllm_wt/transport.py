@@ -1,0 +1,142 @@
+"""The Transport protocol: what a one-sided fabric must do, and nothing more.
+
+Both sides hold a Transport. The **owner** (trainer) registers the tensors that hold its weights and
+exposes them; a **reader** (vLLM worker) registers its arena, opens the owner's handle, prepares a
+plan of copies once and submits it every round. Lifecycle, who calls what:
+
+======================  =========  ==============================================================
+call                    side       when
+======================  =========  ==============================================================
+register, unregister    both       memory appears, disappears
+expose, revoke          owner      once a generation of that memory; a new generation replaces it
+progress, readers       owner      about every millisecond while a peer may connect or read
+open, prepare           reader     at init, and again for a new generation
+submit, poll, cancel    reader     every round, from one thread at a time
+notify                  reader     once a round, when every byte is there
+close                   both       at the end; idempotent
+======================  =========  ==============================================================
+
+No method blocks for longer than one chunk of a copy, or than the deadline it is given. Core calls an
+instance from one thread at a time unless ``properties.thread_safe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_wt.deadline import Deadline
+
+
+@dataclass(frozen=True)
+class TransportProperties:
+    """What a Transport can do.
+
+    Args:
+        memory: torch device types whose memory can be registered.
+        alignment: Bytes that source and destination offsets of a copy must be a multiple of.
+        max_descriptors: Most copies in one plan.
+        owner_must_poll: Whether readers make no headway unless the owner calls ``progress``.
+        thread_safe: Whether methods may be called from several threads at once.
+        can_cancel: Whether ``cancel`` can stop a copy that is under way.
+    """
+
+    memory: frozenset[str] = frozenset({"cpu"})
+    alignment: int = 1
+    max_descriptors: int = 1 << 20
+    owner_must_poll: bool = True
+    thread_safe: bool = False
+    can_cancel: bool = True
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One contiguous run of bytes to read.
+
+    Args:
+        owner: Name that ``open`` returned.
+        source: Index of the buffer in the owner's region.
+        source_offset: First byte in that buffer.
+        target: Index of the buffer in the reader's region.
+        target_offset: First byte in that buffer.
+        nbytes: Length, at least 1.
+    """
+
+    owner: str
+    source: int
+    source_offset: int
+    target: int
+    target_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an operation is; ``done`` only when every byte has landed."""
+
+    done: bool
+    nbytes: int
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """A one-sided fabric. Regions, plans and operations are the Transport's own objects.
+
+    Errors of all methods: :class:`~vllm_wt.errors.PeerDead`, :class:`~vllm_wt.errors.Revoked`,
+    :class:`~vllm_wt.errors.OutOfBounds`, :class:`~vllm_wt.errors.Timeout`,
+    :class:`~vllm_wt.errors.CorruptTransfer` for data that makes no sense, and
+    :class:`~vllm_wt.errors.TransportError` for the rest.
+    """
+
+    properties: TransportProperties
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        """Create the endpoint.
+
+        Args:
+            name: Name of this endpoint, unique among all that may meet.
+            device: Where its buffers will live; a CUDA context exists on it already.
+        """
+
+    def register(self, buffers: Sequence[torch.Tensor]) -> Any:
+        """Make contiguous, non-empty buffers known to the fabric; returns a region."""
+
+    def unregister(self, region: Any) -> None:
+        """Forget a region. Its memory may be freed afterwards."""
+
+    def expose(self, region: Any, generation: int) -> bytes:
+        """Handle of the region for readers: what ``open`` needs, as opaque bytes."""
+
+    def revoke(self, generation: int) -> None:
+        """Readers must not start a copy of this generation any more."""
+
+    def progress(self) -> None:
+        """Poll the fabric once (owner): connects peers, serves reads, collects notifications."""
+
+    def readers(self, ticket: int) -> frozenset[str]:
+        """Names of the readers that have notified ``ticket`` (owner)."""
+
+    def open(self, owner: str, generation: int, handle: bytes, deadline: Deadline) -> None:
+        """Connect to an owner, or take its new generation; replaces what was open under the name."""
+
+    def prepare(self, region: Any, copies: Sequence[Copy]) -> Any:
+        """Check and prepare a plan that is submitted every round, for one or many owners."""
+
+    def submit(self, plan: Any) -> Any:
+        """Begin the copies of a plan; returns an operation."""
+
+    def poll(self, operation: Any) -> Progress:
+        """Drive an operation and say how far it is."""
+
+    def cancel(self, operation: Any) -> bool:
+        """Give an operation up. True when nothing will write into its targets any more."""
+
+    def notify(self, owner: str, ticket: int) -> None:
+        """Tell the owner that this reader has all bytes of ``ticket``."""
+
+    def close(self) -> None:
+        """Release everything; idempotent, never blocks, never raises for a dead peer."""

@@ -1,0 +1,58 @@
+"""Errors carry their facts, through text as well."""
+
+import pytest
+
+from vllm_wt import errors
+from vllm_wt.errors import EngineError, PeerDead, WeightTransferError, from_text, to_text
+
+
+def _all_classes() -> list[type[WeightTransferError]]:
+    return [getattr(errors, n) for n in errors.__all__ if isinstance(getattr(errors, n), type)]
+
+
+def test_codes_are_distinct():
+    codes = [cls.code for cls in _all_classes()]
+    assert len(codes) == len(set(codes))
+
+
+@pytest.mark.parametrize("cls", _all_classes(), ids=lambda cls: cls.__name__)
+def test_every_class_crosses_text(cls):
+    error = cls(
+        "It broke",
+        where="seal",
+        expected=[1],
+        got={"a": 2},
+        cure="mend it",
+        backend="rdma",
+        ranks={1: "no\nbytes"},
+    )
+    text = f"Worker failed with error '{to_text(error)}', please check the stack trace above"
+    back = from_text(text, where="update_weights")
+    assert type(back) is cls
+    assert back.facts() == error.facts()
+    assert back.ranks == {1: "no\nbytes"}
+
+
+def test_message_names_every_fact():
+    error = PeerDead(
+        "Gone", where="read", expected="alive", got="dead", cure="restart", backend="x"
+    )
+    assert str(error) == (
+        "Gone. Backend: x. Where: read. Expected: alive. Got: dead. Cure: restart."
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "boom", "WT-E04 {not json", "WT-E04 [1]", 'WT-E04 {"ranks": {"x": 1}}']
+)
+def test_other_texts_are_engine_errors_with_the_words(text):
+    error = from_text(text, where="finish")
+    assert type(error) is EngineError
+    assert error.where == "finish"
+    assert error.got == text
+
+
+def test_unknown_code_keeps_the_facts():
+    error = from_text('WT-E99 {"code": "E99", "what": "new", "cure": "upgrade"}', where="x")
+    assert type(error) is WeightTransferError
+    assert (error.what, error.cure) == ("new", "upgrade")

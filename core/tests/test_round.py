@@ -1,0 +1,530 @@
+"""The worker's state machine: what each failure leaves behind, on one rank and on two."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_wt.engine import WeightTransferEngine, WorkerContext
+from vllm_wt.errors import (
+    Aborted,
+    CorruptTransfer,
+    InvalidInfo,
+    LoadError,
+    ManifestMismatch,
+    StaleRound,
+    Timeout,
+    TornModel,
+    TransportError,
+    WeightTransferError,
+    WrongOrder,
+)
+from vllm_wt.info import InitInfo, UpdateInfo
+from vllm_wt.manifest import Manifest, TensorMeta
+from vllm_wt.ranks import Report, SingleRank
+from vllm_wt.round import State, WorkerRound, _closing_calls
+
+MANIFEST = Manifest((TensorMeta("a", "float32", (2,)), TensorMeta("b", "float32", (3,))))
+WEIGHTS = {"a": torch.ones(2), "b": torch.full((3,), 2.0)}
+
+
+class StubEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives what it is told to, when it is told to."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        super().__init__(
+            WorkerContext(backend="stub", device=torch.device("cpu"), rank=rank, size=size)
+        )
+        self.weights: dict[str, torch.Tensor] = dict(WEIGHTS)
+        self.error: Exception | None = None
+        self.go = threading.Event()
+        self.go.set()
+        self.aborted = threading.Event()
+        self.calls: list[str] = []
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.calls.append("init")
+        if self.error is not None:
+            raise self.error
+
+    def start_weight_update(self) -> None:
+        self.aborted.clear()
+
+    def receive_weights(self, update_info: UpdateInfo, load_weights: Any) -> None:
+        while not self.go.wait(0.001):
+            if self.aborted.is_set():
+                raise Aborted("given up")
+        if self.error is not None:
+            raise self.error
+        load_weights(self.weights.items())
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+    def abort_weight_update(self, reason: str) -> None:
+        self.calls.append(f"abort: {reason}")
+        self.aborted.set()
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def init_info(session: str = "s1", **changes: Any) -> dict[str, Any]:
+    info = InitInfo(
+        session=session,
+        tensors=InitInfo.tensors_of(MANIFEST),
+        manifest_digest=MANIFEST.digest,
+    )
+    return info.to_wire() | changes
+
+
+def update_info(op: str, version: int = 1, **changes: Any) -> dict[str, Any]:
+    wire = {
+        "op": op,
+        "session": "s1",
+        "version": version,
+        "ticket": version,
+        "manifest_digest": MANIFEST.digest,
+        "deadline_s": 30.0,
+    }
+    return wire | changes
+
+
+@pytest.fixture
+def engine():
+    return StubEngine()
+
+
+@pytest.fixture
+def worker(engine, loader):
+    return WorkerRound(engine, loader, SingleRank())
+
+
+def connected(worker: WorkerRound) -> WorkerRound:
+    worker.init(init_info())
+    return worker
+
+
+def commit(worker: WorkerRound, version: int) -> None:
+    worker.start()
+    worker.update(update_info("open", version))
+    worker.update(update_info("poll", version))
+    worker.update(update_info("seal", version))
+    worker.finish()
+
+
+def assert_loaded(loader) -> None:
+    assert {n: t.tolist() for n, t in loader.weights.items()} == {
+        n: t.tolist() for n, t in WEIGHTS.items()
+    }
+
+
+def test_a_round_loads_nothing_before_finish(worker, engine, loader):
+    connected(worker)
+    assert loader.rehearsed == MANIFEST
+    worker.start()
+    assert worker.state is State.STARTED
+    worker.update(update_info("open"))
+    assert worker.state is State.RECEIVING
+    worker.update(update_info("seal"))
+    assert worker.state is State.SEALED
+    assert loader.weights == {}
+    assert worker.version is None
+    worker.finish()
+    assert worker.state is State.IDLE
+    assert worker.version == 1
+    assert engine.calls == ["init", "finish"]
+    assert_loaded(loader)
+
+
+def test_all_in_one_call(worker, loader):
+    connected(worker).start()
+    worker.update(update_info("all"))
+    worker.finish()
+    assert_loaded(loader)
+
+
+def test_two_updates_in_one_round_are_refused(worker, loader):
+    connected(worker).start()
+    worker.update(update_info("all"))
+    with pytest.raises(WrongOrder, match="'sealed'"):
+        worker.update(update_info("all", 2))
+    worker.finish()
+    assert loader.weights == {}
+
+
+def test_finish_before_the_seal_leaves_the_weights(worker, engine, loader):
+    engine.go.clear()
+    connected(worker).start()
+    worker.update(update_info("open"))
+    worker.finish()
+    assert any(call.startswith("abort") for call in engine.calls)
+    assert worker.state is State.IDLE
+    assert loader.weights == {}
+    engine.go.set()
+    commit(worker, 2)
+    assert_loaded(loader)
+
+
+def test_start_drops_what_an_earlier_round_left(worker, engine, loader):
+    engine.go.clear()
+    connected(worker).start()
+    worker.update(update_info("open"))
+    worker.start()
+    engine.go.set()
+    worker.update(update_info("all", 2))
+    worker.finish()
+    assert worker.version == 2
+
+
+@pytest.mark.parametrize("op", ["poll", "seal"])
+def test_error_of_the_receiving_thread_comes_out_typed(worker, engine, op):
+    connected(worker).start()
+    engine.error = ZeroDivisionError("odd")
+    worker.update(update_info("open"))
+    worker._receive.join(10)
+    with pytest.raises(TransportError, match="ZeroDivisionError: odd") as error:
+        worker.update(update_info(op))
+    assert error.value.backend == "stub"
+    assert worker.state is State.IDLE
+    engine.error = None
+    commit(worker, 2)
+
+
+def test_poll_while_receiving_and_after(worker, engine):
+    engine.go.clear()
+    connected(worker).start()
+    worker.update(update_info("open"))
+    worker.update(update_info("poll"))
+    engine.go.set()
+    worker._receive.join(10)
+    worker.update(update_info("poll"))
+    worker.update(update_info("seal"))
+
+
+@pytest.mark.parametrize("op", ["poll", "seal"])
+def test_deadline_of_a_receive_that_stalls(worker, engine, loader, op):
+    engine.go.clear()
+    connected(worker).start()
+    worker.update(update_info("open", deadline_s=0.05))
+    worker._receive.join(0.1)
+    with pytest.raises(Timeout, match="not complete") as error:
+        worker.update(update_info(op))
+    assert error.value.expected == "within 0.05 s"
+    assert engine.aborted.is_set()
+    engine.go.set()
+    commit(worker, 2)
+    assert_loaded(loader)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error_cls", "message"),
+    [
+        ({"a": WEIGHTS["a"]}, CorruptTransfer, "first missing ['b']"),
+        ({}, CorruptTransfer, "0 tensors, 0 bytes"),
+        (WEIGHTS | {"c": torch.ones(1)}, ManifestMismatch, "'c', which was not announced"),
+        (WEIGHTS | {"a": torch.ones(3)}, ManifestMismatch, "float32 [3]"),
+        (WEIGHTS | {"a": torch.ones(2, dtype=torch.float64)}, ManifestMismatch, "float64 [2]"),
+    ],
+    ids=["short", "nothing", "extra", "shape", "dtype"],
+)
+def test_what_arrives_must_be_what_was_announced(
+    worker, engine, loader, weights, error_cls, message
+):
+    engine.weights = weights
+    connected(worker).start()
+    with pytest.raises(error_cls) as error:
+        worker.update(update_info("all"))
+    assert message in str(error.value)
+    worker.finish()
+    assert loader.weights == {}
+
+
+def test_a_failing_commit_is_torn_until_a_full_one(worker, loader):
+    connected(worker).start()
+    worker.update(update_info("all"))
+    loader.fail = ValueError("bad layer")
+    with pytest.raises(TornModel, match="ValueError: bad layer"):
+        worker.finish()
+    assert worker.torn
+    assert worker.version is None
+    loader.fail = None
+    worker.finish()  # the second half of the closing calls, which vLLM lets through
+    assert worker.torn
+    commit(worker, 2)
+    assert not worker.torn
+
+
+@pytest.mark.parametrize(
+    ("changes", "error_cls", "message"),
+    [
+        ({"session": "s2"}, InvalidInfo, "Another trainer has connected"),
+        ({"manifest_digest": "0" * 64}, ManifestMismatch, "not what was agreed on"),
+        ({"version": 0}, InvalidInfo, "more than 1"),
+        ({"version": 1}, InvalidInfo, "more than 1"),
+        ({"op": "nonsense"}, InvalidInfo, "'op'"),
+    ],
+)
+def test_wrong_update_info(worker, loader, changes, error_cls, message):
+    commit(connected(worker), 1)
+    loader.weights = {}
+    worker.start()
+    with pytest.raises(error_cls) as error:
+        worker.update(update_info("open", 2) | changes)
+    assert message in str(error.value)
+    worker.finish()
+    assert loader.weights == {}
+    commit(worker, 2)
+
+
+def test_seal_of_another_ticket(worker):
+    connected(worker).start()
+    worker.update(update_info("open"))
+    with pytest.raises(InvalidInfo, match="seal of another attempt"):
+        worker.update(update_info("seal", ticket=9))
+
+
+@pytest.mark.parametrize("data", [None, [], "x", 3])
+def test_update_that_is_no_mapping(worker, data):
+    connected(worker).start()
+    with pytest.raises(InvalidInfo, match="must be a mapping"):
+        worker.update(data)
+
+
+def test_update_before_init(worker):
+    worker.start()
+    with pytest.raises(WrongOrder, match="before init"):
+        worker.update(update_info("open"))
+
+
+def test_seal_before_open(worker):
+    connected(worker).start()
+    with pytest.raises(WrongOrder, match="'started'"):
+        worker.update(update_info("seal"))
+
+
+def test_a_failed_init_disconnects(worker, engine, loader):
+    connected(worker)
+    engine.error = OSError("unreachable")
+    with pytest.raises(TransportError, match="unreachable"):
+        worker.init(init_info("s2"))
+    worker.start()
+    with pytest.raises(WrongOrder, match="before init"):
+        worker.update(update_info("open"))
+
+
+def test_init_refuses_what_the_model_does_not_take(worker, engine, loader):
+    def rehearse(manifest):
+        raise LoadError("no such parameter")
+
+    loader.rehearse = rehearse
+    with pytest.raises(LoadError, match="no such parameter"):
+        worker.init(init_info())
+    assert engine.calls == []
+
+
+def test_a_new_trainer_replaces_the_first(worker, loader):
+    commit(connected(worker), 5)
+    worker.init(init_info("s2"))
+    worker.start()
+    worker.update(update_info("all", 1, session="s2"))
+    worker.finish()
+    assert worker.version == 1
+
+
+def test_a_round_left_open_is_named_at_init(worker, engine):
+    engine.go.clear()
+    connected(worker).start()
+    worker.update(update_info("open"))
+    with pytest.raises(StaleRound) as error:
+        worker.init(init_info("s2"))
+    assert error.value.expected == "finish"
+    worker.finish()
+    engine.go.set()
+    worker.init(init_info("s2"))
+
+
+def test_shutdown_twice_then_init(worker, engine):
+    connected(worker)
+    worker.shutdown()
+    worker.shutdown()
+    commit(connected(worker), 1)
+
+
+# -- two ranks ---------------------------------------------------------------------------------
+
+
+class _Pair:
+    """Reports of two ranks meet at a barrier."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2)
+        self.reports: list[Report | None] = [None, None]
+
+
+class _PairedRank:
+    size = 2
+
+    def __init__(self, rank: int, pair: _Pair) -> None:
+        self.rank = rank
+        self._pair = pair
+
+    def exchange(self, report: Report, seconds: float) -> list[Report]:
+        self._pair.reports[self.rank] = Report.decode(report.encode())
+        self._pair.barrier.wait(10)
+        reports = list(self._pair.reports)
+        self._pair.barrier.wait(10)
+        return reports
+
+
+class TwoWorkers:
+    """Two ranks, and vLLM's own flag on each (0.25 to 0.33), which refuses calls out of turn."""
+
+    def __init__(self, loader_cls) -> None:
+        pair = _Pair()
+        self.engines = [StubEngine(rank, 2) for rank in range(2)]
+        self.loaders = [loader_cls() for _ in range(2)]
+        self.rounds = [
+            WorkerRound(self.engines[rank], self.loaders[rank], _PairedRank(rank, pair))
+            for rank in range(2)
+        ]
+        self.active = [False, False]
+
+    def call(self, method: str, *args: Any) -> WeightTransferError | None:
+        """All ranks at once, as vLLM does; the error of the highest rank."""
+        errors: list[Exception | None] = [None, None]
+
+        def run(rank: int) -> None:
+            try:
+                self._gate(method, rank, args)
+            except Exception as error:
+                errors[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert errors[0] is None, f"rank 0 raised, which puts vLLM out of step: {errors[0]!r}"
+        assert [round_._active for round_ in self.rounds] == self.active
+        return errors[1]
+
+    def _gate(self, method: str, rank: int, args: Any) -> None:
+        if method == "start" and self.active[rank]:
+            raise RuntimeError("start_weight_update called while already active")
+        if method in {"update", "finish"} and not self.active[rank]:
+            raise RuntimeError(f"{method} without start")
+        try:
+            getattr(self.rounds[rank], method)(*args)
+        except Exception:
+            if method == "update":
+                self.active[rank] = False
+            raise
+        if method == "start":
+            self.active[rank] = True
+        if method == "finish":
+            self.active[rank] = False
+
+
+@pytest.fixture
+def pair(loader):
+    return TwoWorkers(type(loader))
+
+
+def _sync(pair: TwoWorkers, version: int) -> None:
+    for method, args in [
+        ("start", ()),
+        ("update", (update_info("all", version),)),
+        ("finish", ()),
+    ]:
+        assert pair.call(method, *args) is None
+    for loader in pair.loaders:
+        assert_loaded(loader)
+    assert [round_.version for round_ in pair.rounds] == [version, version]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_failing_update_on_one_rank_raises_on_the_highest_and_loads_nowhere(pair, rank):
+    assert pair.call("init", init_info()) is None
+    pair.engines[rank].error = OSError("cable")
+    for version in range(1, 11):
+        pair.call("start")
+        error = pair.call("update", update_info("all", version))
+        assert isinstance(error, TransportError)
+        assert error.ranks == {rank: "OSError: cable"}
+        assert isinstance(pair.call("finish"), RuntimeError)  # vLLM's gate, on the highest rank
+        assert [loader.weights for loader in pair.loaders] == [{}, {}]
+    pair.engines[rank].error = None
+    _sync(pair, 11)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_failing_commit_on_one_rank_is_torn_on_both(pair, rank):
+    assert pair.call("init", init_info()) is None
+    pair.call("start")
+    pair.call("update", update_info("all"))
+    pair.loaders[rank].fail = ValueError("layer")
+    error = pair.call("finish")
+    assert isinstance(error, TornModel)
+    assert list(error.ranks) == [rank]
+    assert [round_.torn for round_ in pair.rounds] == [True, True]
+    assert isinstance(pair.call("start"), RuntimeError)
+    assert pair.call("finish") is None
+    assert pair.active == [False, False]
+    pair.loaders[rank].fail = None
+    _sync(pair, 2)
+    assert [round_.torn for round_ in pair.rounds] == [False, False]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_failing_init_on_one_rank_disconnects_both(pair, rank):
+    pair.engines[rank].error = OSError("unreachable")
+    error = pair.call("init", init_info())
+    assert error.ranks == {rank: "OSError: unreachable"}
+    pair.engines[rank].error = None
+    pair.call("start")
+    assert isinstance(pair.call("update", update_info("open")), WrongOrder)
+
+
+@pytest.mark.parametrize("left", ["started", "failed update", "failed commit"])
+def test_init_names_the_calls_that_close_what_was_left(pair, left):
+    pair.call("init", init_info())
+    pair.call("start")
+    if left == "failed update":
+        pair.engines[0].error = OSError("cable")
+        pair.call("update", update_info("all"))
+        pair.engines[0].error = None
+    if left == "failed commit":
+        pair.call("update", update_info("all"))
+        pair.loaders[0].fail = ValueError("layer")
+        pair.call("finish")
+        pair.loaders[0].fail = None
+    stale = pair.call("init", init_info())
+    assert isinstance(stale, StaleRound)
+    for call in str(stale.expected).split(","):
+        pair.call(call)
+    assert pair.active == [False, False]
+    assert pair.call("init", init_info()) is None
+    _sync(pair, 3)
+
+
+@pytest.mark.parametrize(
+    ("active", "calls"),
+    [
+        ([False], []),
+        ([True], ["finish"]),
+        ([False, False], []),
+        ([True, True], ["finish"]),
+        ([True, False], ["finish"]),
+        ([False, True], ["start", "finish"]),
+        ([False, False, True], ["start", "finish"]),
+    ],
+)
+def test_closing_calls(active, calls):
+    assert _closing_calls(active) == calls

@@ -1,0 +1,159 @@
+"""A real vLLM engine in this process, and trainers in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_wt.clients.local import LocalClient
+from vllm_wt.clients.relay import RelayClient, RelayServer, engine_methods
+from vllm_wt.errors import PeerDead
+from vllm_wt.testing.engines import greedy_tokens, start_llm
+from vllm_wt.testing.models import (
+    ModelShape,
+    prompts,
+    random_model,
+    reference_tokens,
+    save_checkpoint,
+)
+
+SUPPORT = Path(__file__).parent / "support"
+NEW_TOKENS = 8
+os.environ["UCX_NET_DEVICES"] = "lo"
+
+
+class Trainer:
+    """A trainer process; every call is answered by it or raises its error."""
+
+    def __init__(self, folder: Path, shape: ModelShape) -> None:
+        name = f"trainer-{uuid.uuid4().hex[:8]}.sock"
+        arguments = [str(folder), name, json.dumps(asdict(shape))]
+        self.process = subprocess.Popen(
+            [sys.executable, str(SUPPORT / "wt_trainer.py"), *arguments],
+            stdout=subprocess.DEVNULL,  # UCX logs there
+        )
+        self._client = self._connect(folder / name)
+
+    def _connect(self, path: Path) -> RelayClient:
+        for _ in range(600):
+            try:
+                return RelayClient(path)
+            except PeerDead:
+                if self.process.poll() is not None:
+                    raise
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(0.1)
+        raise AssertionError("the trainer process did not come up")
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._client.call(method, *args)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        self._client.close()
+
+
+class Engine:
+    """A vLLM engine and what a test asks of it."""
+
+    def __init__(self, folder: Path, shape: ModelShape, tp: int) -> None:
+        self.folder = folder
+        self.shape = shape
+        self.tp = tp
+        self._nonces = itertools.count()
+        self._prompts = prompts(shape, count=3)
+        checkpoint = folder / "seed0"
+        save_checkpoint(random_model(shape, seed=0), checkpoint)
+        self.llm = start_llm(
+            checkpoint, shape.dtype, "rdma", tp=tp, worker_extension_cls="wt_faults.FaultExtension"
+        )
+        self.client = LocalClient(self.llm)
+        self._server = RelayServer(folder / "engine.sock", engine_methods(self.client))
+        self._trainers: list[Trainer] = []
+        self._versions = itertools.count(1)
+
+    def trainer(self) -> Trainer:
+        trainer = Trainer(self.folder, self.shape)
+        self._trainers.append(trainer)
+        return trainer
+
+    def tokens(self) -> list[list[int]]:
+        return greedy_tokens(self.llm, self._prompts, NEW_TOKENS)
+
+    def reference(self, checkpoint: str | Path) -> list[list[int]]:
+        """What transformers generates from a checkpoint."""
+        return reference_tokens(Path(checkpoint), self._prompts, NEW_TOKENS)
+
+    def checksums(self) -> list[dict[str, str]]:
+        """vLLM's own digests of every rank's parameters."""
+        return self.llm.collective_rpc("compute_weight_checksums")
+
+    def state(self) -> list[dict[str, Any]]:
+        return self.llm.collective_rpc("wt_state")
+
+    def fail_once(self, phase: str, rank: int) -> None:
+        self.llm.collective_rpc("wt_fail_once", args=(phase, rank))
+
+    def assert_in_step(self) -> None:
+        """Every rank answers this very call, and the engine calls itself healthy."""
+        nonce = str(next(self._nonces))
+        answers = self.llm.collective_rpc("wt_echo", args=(nonce,))
+        assert answers == [[rank, nonce] for rank in range(self.tp)]
+        ranks = [{key.split(":")[3] for key in digests} for digests in self.checksums()]
+        assert ranks == [{f"tp{rank}"} for rank in range(self.tp)]
+        self.llm.collective_rpc("check_health")
+        assert all(state["active"] for state in self.state())
+
+    def next_version(self) -> int:
+        return next(self._versions)
+
+    def close_trainers(self) -> None:
+        for trainer in self._trainers:
+            trainer.close()
+        self._trainers = []
+
+    def close(self) -> None:
+        self.close_trainers()
+        self._server.close()
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def shared_engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(SUPPORT))
+    python_path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+    patch.setenv("PYTHONPATH", python_path)
+    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(r) for r in range(request.param)))
+    # A head of its own at TP 1, one that is tied to the embedding and padded at TP 2.
+    shape = ModelShape(vocab=500, tied=request.param == 2)
+    engine = Engine(tmp_path_factory.mktemp("engine"), shape, request.param)
+    yield engine
+    engine.close()
+    patch.undo()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    yield shared_engine
+    shared_engine.close_trainers()

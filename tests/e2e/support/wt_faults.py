@@ -1,0 +1,94 @@
+"""Methods that tests add to vLLM's workers, through its ``worker_extension_cls``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PHASES = ("open", "receive", "seal", "apply")
+
+
+class FaultExtension:
+    """Runs inside a worker, where ``self`` is the worker itself."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+    rank: int
+
+    def wt_echo(self, nonce: str) -> list[Any]:
+        """The rank's answer to this very call: a late reply of another call has another nonce."""
+        return [self.rank, nonce]
+
+    def wt_state(self) -> dict[str, Any]:
+        """What the round says of itself, and whether any layer is on meta."""
+        round_ = self.weight_transfer_engine.round
+        return {
+            "state": round_.state.value,
+            "torn": round_.torn,
+            "version": round_.version,
+            "meta": [n for n, p in self.model_runner.get_model().named_parameters() if p.is_meta],
+            "active": self._weight_update_active == round_._active,  # type: ignore[attr-defined]
+        }
+
+    def wt_memory(self) -> dict[str, Any]:
+        """Resident bytes, the arena's address and the number of threads."""
+        import threading
+
+        import psutil
+
+        engine = self.weight_transfer_engine.round._engine
+        return {
+            "rss": psutil.Process().memory_info().rss,
+            "arena": engine._arena.data_ptr(),
+            "transport": id(engine._connection.transport),
+            "threads": threading.active_count(),
+        }
+
+    def wt_fail_once(self, phase: str, rank: int) -> None:
+        """Make one step of the next round fail on one rank."""
+        if self.rank != rank:
+            return
+        round_ = self.weight_transfer_engine.round
+        if phase == "open":
+            _raise_once(round_, "_open")
+        elif phase == "receive":
+            _raise_once(round_._engine._connection.transport, "submit")
+        elif phase == "seal":
+            _drop_one_tensor_once(round_)
+        elif phase == "apply":
+            _fail_load_halfway_once(self.model_runner.get_model())
+        else:
+            raise ValueError(phase)
+
+
+def _raise_once(target: Any, name: str) -> None:
+    original = getattr(target, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        setattr(target, name, original)
+        raise RuntimeError(f"injected into {name}")
+
+    setattr(target, name, failing)
+
+
+def _drop_one_tensor_once(round_: Any) -> None:
+    """The engine says that it has everything, and hands over one tensor too few."""
+    engine = round_._engine
+    original = engine.receive_weights
+
+    def short(info: Any, load_weights: Any) -> None:
+        engine.receive_weights = original
+        original(info, lambda weights: load_weights(list(weights)[1:]))
+
+    engine.receive_weights = short
+
+
+def _fail_load_halfway_once(model: Any) -> None:
+    original = model.load_weights
+
+    def failing(weights: Any) -> None:
+        model.load_weights = original
+        weights = list(weights)
+        original(weights[: len(weights) // 2])
+        raise RuntimeError("injected into load_weights")
+
+    model.load_weights = failing

@@ -1,0 +1,77 @@
+"""A trainer process that a test drives over a relay: ``python wt_trainer.py FOLDER NAME SHAPE``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.modules["vllm"] = None  # type: ignore[assignment]  # the trainer must do without
+
+from vllm_wt.clients.relay import RelayClient, RelayServer
+from vllm_wt.session import WeightSync
+from vllm_wt.testing.models import ModelShape, random_model, randomize, save_checkpoint
+
+
+class Trainer:
+    """The calls that a test can make."""
+
+    def __init__(self, folder: Path, shape: ModelShape) -> None:
+        self._folder = folder
+        self._model = random_model(shape, seed=0)
+        self._sync: WeightSync | None = None
+        self.done = threading.Event()
+
+    def connect(self, deadline_s: float = 60.0) -> None:
+        engine = RelayClient(self._folder / "engine.sock")
+        self._sync = WeightSync.connect(
+            engine, backend="rdma", source=self._model, deadline_s=deadline_s
+        )
+
+    def randomize(self, seed: int) -> str:
+        """New weights; the folder of a checkpoint with them."""
+        randomize(self._model, seed)
+        folder = self._folder / f"seed{seed}"
+        if not folder.exists():
+            save_checkpoint(self._model, folder)
+        return str(folder)
+
+    def push(self, version: int, deadline_s: float = 60.0) -> dict[str, Any]:
+        assert self._sync is not None
+        return asdict(self._sync.push(version, deadline_s=deadline_s))
+
+    def torn(self) -> bool:
+        assert self._sync is not None
+        return self._sync.status()[0].torn
+
+    def rss(self) -> int:
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+    def registrations(self) -> int:
+        assert self._sync is not None
+        return self._sync._trainer.generation
+
+    def quit(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+        self.done.set()
+
+
+def main() -> None:
+    folder, name, shape = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    trainer = Trainer(folder, ModelShape(**shape))
+    methods = {
+        method: getattr(trainer, method)
+        for method in ("connect", "randomize", "push", "torn", "rss", "registrations", "quit")
+    }
+    server = RelayServer(folder / name, methods)
+    trainer.done.wait()
+    server.close()
+
+
+main()
