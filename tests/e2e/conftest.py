@@ -136,7 +136,7 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
 def shared_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:

@@ -17,7 +17,11 @@ import torch.distributed as dist
 from vllm_wt.errors import Timeout, TransportError
 
 _PAYLOAD = 16384
-"""Bytes a rank may say in one exchange; error texts are cut well below it."""
+"""Bytes a rank may say in one exchange."""
+_SHORT = 300
+"""Characters left of an error whose facts do not fit (as JSON, one can take 12 bytes)."""
+_LEAST_S = 0.001
+"""Least seconds to wait: torch takes a timeout of 0 ms for none."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,16 @@ class GroupRanks:
             TransportError: The group is broken.
         """
         data = report.encode()
-        if len(data) > _PAYLOAD - 4:
-            data = Report(
-                {"code": "E00", "what": "error too long to report"}, report.active
-            ).encode()
+        if len(data) > _PAYLOAD - 4 and report.error is not None:
+            facts = {"code": report.error["code"], "what": report.error["what"][:_SHORT]}
+            data = Report(facts, report.active).encode()
         mine = torch.zeros(_PAYLOAD, dtype=torch.uint8)
         framed = len(data).to_bytes(4, "little") + data
         mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             work = dist.all_gather(parts, mine, group=self._group, async_op=True)
-            work.wait(timedelta(seconds=seconds))
+            work.wait(timedelta(seconds=max(seconds, _LEAST_S)))
         except RuntimeError as error:
             timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
             cls = Timeout if timed_out else TransportError

@@ -51,7 +51,7 @@ class FaultExtension:
         if phase == "open":
             _raise_once(round_, "_open")
         elif phase == "receive":
-            _raise_once(round_._engine._connection.transport, "submit")
+            _raise_once(round_._engine, "_read")
         elif phase == "seal":
             _drop_one_tensor_once(round_)
         elif phase == "apply":

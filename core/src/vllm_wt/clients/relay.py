@@ -15,13 +15,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_wt.deadline import ROUND_S
-from vllm_wt.errors import PeerDead, Timeout, WeightTransferError, from_text, to_text
+from vllm_wt.deadline import ROUND_S, Deadline
+from vllm_wt.errors import (
+    CorruptTransfer,
+    InvalidInfo,
+    PeerDead,
+    Timeout,
+    WeightTransferError,
+    from_text,
+    to_text,
+)
 
 _MAX_LINE = 1 << 28
 """Bytes of one message: an init info of a very large model has some ten megabytes."""
 _SLACK_S = 60.0
 """Seconds a call may take beyond the deadline of what it asks for, which the worker keeps itself."""
+_CLOSE_S = 5.0
+"""Seconds that closing a server waits for the call in progress."""
 
 ENGINE_METHODS = (
     "init_weight_transfer_engine",
@@ -38,6 +48,13 @@ def engine_methods(client: Any) -> dict[str, Callable[..., Any]]:
     return {name: getattr(client, name) for name in ENGINE_METHODS if hasattr(client, name)}
 
 
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None  # matches no form
+
+
 class RelayServer:
     """Serves calls on a Unix socket, one at a time, in the order they come.
 
@@ -50,7 +67,9 @@ class RelayServer:
         self._methods = dict(methods)
         self._path = path
         self._calls = threading.Lock()
-        self._stopped = threading.Event()
+        self._lock = threading.Lock()  # of the two below
+        self._stopped = False
+        self._serving: dict[threading.Thread, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         os.chmod(path, 0o600)
@@ -59,41 +78,75 @@ class RelayServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; idempotent."""
-        self._stopped.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        """Stop serving: the call in progress is answered, then every client hung up on. Idempotent."""
+        with self._lock:
+            self._stopped = True
+            serving = dict(self._serving)
+        for connection in (self._listener, *serving.values()):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # wakes accept and readline
         self._listener.close()
         self._path.unlink(missing_ok=True)
-        self._thread.join(5)
+        deadline = Deadline(_CLOSE_S)
+        for thread in (self._thread, *serving):
+            if thread is not threading.current_thread():  # a method may close its own server
+                thread.join(deadline.remaining())
 
     def _accept(self) -> None:
-        while not self._stopped.is_set():
+        while True:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="vllm-wt-relay-client", daemon=True
+            )
+            with self._lock:
+                if self._stopped:
+                    connection.close()
+                    return
+                self._serving[thread] = connection
+                thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines:
-            while line := lines.readline(_MAX_LINE):
-                with self._calls:
-                    answer = self._answer(line)
-                try:
-                    connection.sendall(json.dumps(answer).encode() + b"\n")
-                except OSError:
-                    return  # the caller has gone; what it asked for is done
-
-    def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
-            method = self._methods[request["method"]]
-            return {"result": method(*request["args"])}
+            # A caller that has gone ends this with OSError; what it asked for is done.
+            with connection, connection.makefile("rb") as lines, contextlib.suppress(OSError):
+                while line := lines.readline(_MAX_LINE):
+                    with self._calls:
+                        if self._stopped:
+                            return
+                        answer = self._answer(line)
+                    connection.sendall(answer + b"\n")
+        finally:
+            with self._lock:
+                del self._serving[threading.current_thread()]
+
+    def _answer(self, line: bytes) -> bytes:
+        try:
+            return json.dumps({"result": self._call(line)}).encode()
         except WeightTransferError as error:
-            return {"error": to_text(error)}
+            text = to_text(error)
         except Exception as error:
-            return {"error": str(error) or type(error).__name__}
+            text = f"{type(error).__name__}: {error}"
+        return json.dumps({"error": text}).encode()
+
+    def _call(self, line: bytes) -> Any:
+        match _parsed(line):
+            case {"method": str(method), "args": list(args)}:
+                pass
+            case _:
+                raise InvalidInfo(
+                    "This is no call", expected='{"method": name, "args": [...]}', got=line[:200]
+                )
+        if method not in self._methods:
+            raise InvalidInfo(
+                f"The relay has no method {method!r}",
+                where="method",
+                expected=f"one of {sorted(self._methods)}",
+                got=method,
+            )
+        return self._methods[method](*args)
 
 
 class RelayClient:
@@ -113,6 +166,7 @@ class RelayClient:
         try:
             self._socket.connect(str(path))
         except OSError as error:
+            self._socket.close()
             raise PeerDead(
                 f"No engine answers at {path}: {error}", cure="start the engine first"
             ) from error
@@ -124,6 +178,7 @@ class RelayClient:
         Raises:
             Timeout: No answer in time; the connection is closed then.
             PeerDead: The server has gone.
+            CorruptTransfer: It did not answer in the form above; the connection is closed then.
             WeightTransferError: What the method raised, typed.
         """
         try:
@@ -141,10 +196,18 @@ class RelayClient:
             raise PeerDead(f"The engine's process has gone: {error}", where=method) from error
         if not line.endswith(b"\n"):
             raise PeerDead("The engine's process has gone", where=method)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise from_text(str(answer["error"]), where=method)
-        return answer["result"]
+        match _parsed(line):
+            case {"error": str(text)}:
+                raise from_text(text, where=method)
+            case {"result": result}:
+                return result
+        self.close()
+        raise CorruptTransfer(
+            "The engine's process did not answer in the relay's form",
+            where=method,
+            expected='{"result": ...} or {"error": text}',
+            got=line[:200],
+        )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.call("init_weight_transfer_engine", init_info)

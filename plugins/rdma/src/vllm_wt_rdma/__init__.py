@@ -1,0 +1,1 @@
+"""The ``rdma`` backend of vllm-wt: one-sided reads over NIXL and its UCX backend."""

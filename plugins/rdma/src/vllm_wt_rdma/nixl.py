@@ -1,0 +1,74 @@
+"""Finds the NIXL build that works here: the wheels for CUDA 12 and 13 have different names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from vllm_wt.errors import BackendUnavailable
+
+BACKEND = "rdma"
+"""Our name in errors."""
+
+_BUILDS = {"13": "nixl_cu13", "12": "nixl_cu12"}
+
+
+@dataclass(frozen=True)
+class Nixl:
+    """An imported NIXL.
+
+    Args:
+        module: ``nixl_cu13`` or ``nixl_cu12``.
+        version: Distribution and version, for people.
+    """
+
+    module: Any
+    version: str
+
+
+@lru_cache(maxsize=1)
+def load() -> Nixl:
+    """Import NIXL: the build for torch's CUDA if it is there, else the other; both do host memory.
+
+    Raises:
+        BackendUnavailable: None is installed, or none can be imported.
+    """
+    cuda = (torch.version.cuda or "13").split(".")[0]
+    builds = sorted(_BUILDS.values(), key=lambda name: name != _BUILDS.get(cuda))
+    reasons = []
+    for name in builds:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # a wheel that doesn't fit fails in many ways: OSError, ...
+            reasons.append(f"{name}: {error}")
+            continue
+        _quieten()
+        return Nixl(module, _version(name.replace("_", "-")))
+    raise BackendUnavailable(
+        "NIXL cannot be imported",
+        backend=BACKEND,
+        where="import",
+        expected=" or ".join(builds),
+        got="; ".join(reasons),
+        cure="pip install nixl-cu13, or for CUDA 12: pip install 'vllm-wt-rdma[cu12]'",
+    )
+
+
+def _version(dist: str) -> str:
+    try:
+        return f"{dist} {importlib.metadata.version(dist)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{dist}, built from source"
+
+
+def _quieten() -> None:
+    """NIXL prints each agent's start to stdout, where command lines put their results."""
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)

@@ -1,0 +1,18 @@
+"""Entry point of the ``rdma`` backend. Import-light."""
+
+from __future__ import annotations
+
+from vllm_wt.hookspecs import hookimpl
+from vllm_wt.spec import BackendSpec, Kind
+
+
+@hookimpl
+def vllm_wt_backend() -> BackendSpec:
+    """Describe the backend."""
+    return BackendSpec(
+        name="rdma",
+        kind=Kind.TRANSPORT,
+        transport="vllm_wt_rdma.transport:NixlTransport",
+        capabilities=frozenset({"cpu", "cuda", "multi-host", "zero-copy"}),
+        summary="one-sided reads over NIXL and UCX, within a host and between hosts",
+    )
