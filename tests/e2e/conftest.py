@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 
 from vllm_wt.clients.local import LocalClient
 from vllm_wt.clients.relay import RelayClient, RelayServer, engine_methods
-from vllm_wt.errors import PeerDead
+from vllm_wt.errors import PeerDead, from_text
 from vllm_wt.testing.engines import greedy_tokens, start_llm
 from vllm_wt.testing.models import (
     ModelShape,
@@ -60,6 +61,10 @@ class Trainer:
     def call(self, method: str, *args: Any) -> Any:
         return self._client.call(method, *args)
 
+    def stop(self) -> None:
+        """Stop the process, as a debugger or a frozen host would."""
+        self.process.send_signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
@@ -86,9 +91,34 @@ class Engine:
             checkpoint, shape.dtype, "rdma", tp=tp, worker_extension_cls="wt_faults.FaultExtension"
         )
         self.client = LocalClient(self.llm)
-        self._server = RelayServer(folder / "engine.sock", engine_methods(self.client))
+        self.before: dict[str, Callable[[], None]] = {}
+        self._lock = threading.RLock()  # an LLM takes one call at a time
+        methods = {name: self._guarded(name, m) for name, m in engine_methods(self.client).items()}
+        self._server = RelayServer(folder / "engine.sock", methods)
         self._trainers: list[Trainer] = []
-        self._versions = itertools.count(1)
+
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name in self.before:
+                self.before.pop(name)()
+            with self._lock:
+                return method(*args)
+
+        return call
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        """vLLM's own call, with the typed error that a client makes of its text."""
+        try:
+            with self._lock:
+                self.client.init_weight_transfer_engine(init_info)
+        except Exception as error:
+            raise from_text(str(error), where="init") from error
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; the answers by rank."""
+        with self._lock:
+            answers: list[Any] = self.llm.collective_rpc(method, args=args)
+        return answers
 
     def trainer(self) -> Trainer:
         trainer = Trainer(self.folder, self.shape)
@@ -96,7 +126,8 @@ class Engine:
         return trainer
 
     def tokens(self) -> list[list[int]]:
-        return greedy_tokens(self.llm, self._prompts, NEW_TOKENS)
+        with self._lock:
+            return greedy_tokens(self.llm, self._prompts, NEW_TOKENS)
 
     def reference(self, checkpoint: str | Path) -> list[list[int]]:
         """What transformers generates from a checkpoint."""
@@ -104,26 +135,23 @@ class Engine:
 
     def checksums(self) -> list[dict[str, str]]:
         """vLLM's own digests of every rank's parameters."""
-        return self.llm.collective_rpc("compute_weight_checksums")
+        return self.rpc("compute_weight_checksums")
 
     def state(self) -> list[dict[str, Any]]:
-        return self.llm.collective_rpc("wt_state")
+        return self.rpc("wt_state")
 
     def fail_once(self, phase: str, rank: int) -> None:
-        self.llm.collective_rpc("wt_fail_once", args=(phase, rank))
+        self.rpc("wt_fail_once", phase, rank)
 
     def assert_in_step(self) -> None:
         """Every rank answers this very call, and the engine calls itself healthy."""
         nonce = str(next(self._nonces))
-        answers = self.llm.collective_rpc("wt_echo", args=(nonce,))
+        answers = self.rpc("wt_echo", nonce)
         assert answers == [[rank, nonce] for rank in range(self.tp)]
         ranks = [{key.split(":")[3] for key in digests} for digests in self.checksums()]
         assert ranks == [{f"tp{rank}"} for rank in range(self.tp)]
-        self.llm.collective_rpc("check_health")
+        self.rpc("check_health")
         assert all(state["active"] for state in self.state())
-
-    def next_version(self) -> int:
-        return next(self._versions)
 
     def close_trainers(self) -> None:
         for trainer in self._trainers:

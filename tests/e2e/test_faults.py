@@ -1,16 +1,14 @@
-"""A round that fails anywhere leaves the engine with its old weights, in step, ready for the next."""
+"""A round that fails anywhere leaves the engine with its old weights, in step and ready."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_wt.errors import (
-    CorruptTransfer,
-    TornModel,
-    TransportError,
-)
+from vllm_wt.errors import CorruptTransfer, PeerDead, Timeout, TornModel, TransportError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -86,10 +84,116 @@ def test_trainer_killed_after_start(engine):
     _new_trainer_syncs(engine, seed=310)
 
 
+def test_trainer_killed_during_the_read(engine):
+    first = engine.trainer()
+    first.call("connect")
+    old, digests = engine.tokens(), engine.checksums()
+    engine.rpc("wt_hold_read")
+    first.call("randomize", 320)
+    pushing = start_thread(lambda: first.call("push", 1))
+    wait_for(lambda: all(s["state"] == "receiving" for s in engine.state()))
+    first.kill()
+    with pytest.raises(PeerDead):
+        pushing.result(30)
+    engine.rpc("wt_let_go")
+    engine.assert_in_step()
+    assert engine.tokens() == old
+    assert engine.checksums() == digests
+    _new_trainer_syncs(engine, seed=321)
+
+
+def test_trainer_killed_before_finish(engine):
+    first = engine.trainer()
+    first.call("connect")
+    old, digests = engine.tokens(), engine.checksums()
+
+    def die():
+        first.kill()
+        raise ConnectionError("this call never reached the engine")
+
+    engine.before["finish_weight_update"] = die
+    first.call("randomize", 330)
+    with pytest.raises(PeerDead):
+        first.call("push", 1)
+    assert [state["state"] for state in engine.state()] == ["sealed"] * engine.tp
+    engine.assert_in_step()
+    assert engine.tokens() == old
+    assert engine.checksums() == digests
+    _new_trainer_syncs(engine, seed=331)
+
+
+@pytest.mark.parametrize("left", ["failed update", "failed commit"])
+def test_trainer_killed_between_a_failure_and_its_closing_calls(engine, left):
+    first = engine.trainer()
+    first.call("connect")
+    first.call("randomize", 340)
+
+    def die():
+        first.kill()
+        raise ConnectionError("this call never reached the engine")
+
+    if left == "failed update":
+        engine.fail_once("seal", 0)
+        engine.before["finish_weight_update"] = die
+    else:
+        engine.fail_once("apply", 0)
+        # The first start is the round's own; the second one would close the failed commit.
+        engine.before["start_weight_update"] = lambda: engine.before.update(start_weight_update=die)
+    with pytest.raises(PeerDead):
+        first.call("push", 1)
+    assert [state["torn"] for state in engine.state()] == [left == "failed commit"] * engine.tp
+    engine.assert_in_step()
+    _new_trainer_syncs(engine, seed=341)
+
+
+def test_trainer_that_stops_polling_times_out_at_connect(engine):
+    """A stopped process answers no one: the deadline is the worker's own."""
+    first = engine.trainer()
+    first.call("connect")
+    old = engine.tokens()
+    info = first.call("describe", 2.0)
+    first.stop()
+    with pytest.raises(Timeout, match="has not answered"):
+        engine.init(info)
+    engine.assert_in_step()
+    assert engine.tokens() == old
+    first.kill()
+    _new_trainer_syncs(engine, seed=350)
+
+
+def test_ten_good_rounds_after_all_that_leave_nothing_behind(engine):
+    trainer = engine.trainer()
+    trainer.call("connect")
+    trainer.call("randomize", 360)
+    trainer.call("push", 1)
+    before = engine.rpc("wt_memory")
+    generation = trainer.call("registrations")
+    for version in range(2, 12):
+        trainer.call("push", version)
+    after = engine.rpc("wt_memory")
+    for key in ("arena", "transport", "threads"):
+        assert [worker[key] for worker in after] == [worker[key] for worker in before], key
+    assert trainer.call("registrations") == generation
+
+
 def _new_trainer_syncs(engine, seed):
     trainer = engine.trainer()
     checkpoint = trainer.call("randomize", seed)
     trainer.call("connect")
     trainer.call("push", 1)
     assert engine.tokens() == engine.reference(checkpoint)
+    assert [state["torn"] for state in engine.state()] == [False] * engine.tp
     engine.assert_in_step()
+
+
+def start_thread(function):
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
+    return future
+
+
+def wait_for(condition):
+    """Bounded by the test's own timeout."""
+    while not condition():
+        time.sleep(0.02)

@@ -32,6 +32,8 @@ class BackendSpec:
         transport: ``"package.module:Class"`` of the Transport (kind TRANSPORT).
         worker: ``"package.module:Class"`` of the worker engine (kind ENGINE).
         trainer: ``"package.module:Class"`` of the trainer engine (kind ENGINE).
+        baseline: ``"package.module:Class"`` of a `vllm_wt.cli.bench.Baseline`: the fabric without
+            us, for ``vllm-wt bench wire``.
         capabilities: Names of what the backend claims to support.
         summary: One line for ``vllm-wt list``.
         contract: The contract version it was written against.
@@ -45,6 +47,7 @@ class BackendSpec:
     transport: str | None = None
     worker: str | None = None
     trainer: str | None = None
+    baseline: str | None = None
     capabilities: frozenset[str] = frozenset()
     summary: str = ""
     contract: int = CONTRACT_VERSION
@@ -60,6 +63,8 @@ class BackendSpec:
                     f"backend {self.name!r} of kind {self.kind.value} needs exactly "
                     f"{sorted(wanted)}, got {field}={path!r}"
                 )
+        for field in ("transport", "worker", "trainer", "baseline"):
+            path = getattr(self, field)
             if path is not None and not _PATH.fullmatch(path):
                 raise ValueError(f"{field}={path!r} is not of the form 'package.module:Class'")
         if self.contract != CONTRACT_VERSION:

@@ -138,15 +138,18 @@ class Bench:
 def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where owners can be had."""
     path = tmp_path_factory.mktemp("owners") / "socket"
-    server = subprocess.Popen([sys.executable, str(_SCRIPT), str(path)], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, str(_SCRIPT), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
     deadline = Deadline(_LONG_S)
     while not path.exists():
         assert server.poll() is None, "the owners' server has ended"
         assert not deadline.expired
         time.sleep(0.01)
     yield path
-    server.kill()
-    server.wait()
+    server.communicate()
 
 
 @pytest.fixture

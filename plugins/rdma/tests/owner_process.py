@@ -1,7 +1,7 @@
 """Owners in processes of their own: JSON commands and replies, a line each, over a Unix socket.
 
 Run as ``owner_process.py <socket path>``. It forks a process for each connection, which saves the
-seconds that importing torch takes; no NIXL agent exists before the fork. UCX logs to stdout, so
+seconds that importing torch takes; no NIXL agent exists before the fork. It ends with its stdin. UCX logs to stdout, so
 nothing is said there. Between commands an owner polls its endpoint, unless told not to.
 """
 
@@ -98,7 +98,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
-        while True:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()

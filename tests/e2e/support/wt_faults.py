@@ -43,6 +43,27 @@ class FaultExtension:
             "threads": threading.active_count(),
         }
 
+    def wt_hold_read(self) -> None:
+        """The next read waits, chunk after chunk, until it is let go."""
+        import threading
+
+        engine = self.weight_transfer_engine.round._engine
+        original = engine._read
+        self._let_go = threading.Event()
+
+        def held(deadline: Any) -> None:
+            engine._read = original
+            while not self._let_go.wait(0.01):
+                deadline.check("held by the test")
+                if engine._abort.is_set():
+                    break
+            original(deadline)
+
+        engine._read = held
+
+    def wt_let_go(self) -> None:
+        self._let_go.set()
+
     def wt_fail_once(self, phase: str, rank: int) -> None:
         """Make one step of the next round fail on one rank."""
         if self.rank != rank:

@@ -12,6 +12,7 @@ from typing import Any
 sys.modules["vllm"] = None  # type: ignore[assignment]  # the trainer must do without
 
 from vllm_wt.clients.relay import RelayClient, RelayServer
+from vllm_wt.deadline import Deadline
 from vllm_wt.session import WeightSync
 from vllm_wt.testing.models import ModelShape, random_model, randomize, save_checkpoint
 
@@ -43,6 +44,11 @@ class Trainer:
         assert self._sync is not None
         return asdict(self._sync.push(version, deadline_s=deadline_s))
 
+    def describe(self, deadline_s: float) -> dict[str, Any]:
+        """The init info for an engine that has to find this trainer by itself."""
+        assert self._sync is not None
+        return self._sync._trainer.describe(Deadline(deadline_s)).to_wire()
+
     def torn(self) -> bool:
         assert self._sync is not None
         return self._sync.status()[0].torn
@@ -67,7 +73,16 @@ def main() -> None:
     trainer = Trainer(folder, ModelShape(**shape))
     methods = {
         method: getattr(trainer, method)
-        for method in ("connect", "randomize", "push", "torn", "rss", "registrations", "quit")
+        for method in (
+            "connect",
+            "describe",
+            "randomize",
+            "push",
+            "torn",
+            "rss",
+            "registrations",
+            "quit",
+        )
     }
     server = RelayServer(folder / name, methods)
     trainer.done.wait()

@@ -1,1 +1,172 @@
-def add_parser(c): pass
+"""``vllm-wt bench``: how fast a backend is, as ratios from one run.
+
+Both sides of a ratio run alternately, between the same two processes, with buffers touched, peers
+warm and the owner polling alike. The last line on stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from vllm_wt import registry
+from vllm_wt.errors import BackendUnavailable, PeerDead
+
+_WIRE_BOUND = 0.6
+"""The least ratio of our wire stage to the raw fabric that is called ok."""
+_ROUND_S = 120.0
+_START_S = 120.0
+
+
+class Baseline(Protocol):
+    """A fabric without us: see ``BackendSpec.baseline``. Made as ``Baseline(name, device)``."""
+
+    def expose(self, buffer: Any) -> str: ...
+
+    def progress(self) -> None: ...
+
+    def connect(self, handle: str, target: Any) -> None: ...
+
+    def read(self, deadline: Any) -> None: ...
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure a backend against the bare fabric")
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    wire = names.add_parser("wire", help="trainer to worker, without vLLM")
+    wire.add_argument("--backend", default="rdma", help="default: %(default)s")
+    wire.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    wire.add_argument("--megabytes", type=int, default=400, help="payload (%(default)s)")
+    wire.add_argument("--tensors", type=int, default=300, help="default: %(default)s")
+    wire.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
+    wire.add_argument("--json", action="store_true", help="nothing but the JSON object")
+    wire.set_defaults(run=run_wire)
+
+
+def run_wire(arguments: argparse.Namespace) -> int:
+    """Exit code 1 when the ratio is below the bound."""
+    spec = registry.default().get(arguments.backend).spec
+    if spec.transport is None or spec.baseline is None:
+        raise BackendUnavailable(
+            f"Backend {spec.name!r} has no bare fabric to compare with",
+            backend=spec.name,
+            expected="a Transport with a baseline",
+        )
+    with tempfile.TemporaryDirectory(prefix="vllm-wt-bench-") as folder:
+        result = _measure_wire(arguments, Path(folder), spec.transport, spec.baseline)
+    if not arguments.json:
+        print(
+            f"{result['details']['megabytes']} MB in {result['details']['tensors']} tensors: "
+            f"{result['value']:.2f} GB/s, bare fabric {result['baseline']:.2f} GB/s, "
+            f"ratio {result['ratio']:.2f} (at least {result['bound']})"
+        )
+    print(json.dumps(result))
+    return 0 if result["ok"] else 1
+
+
+def _measure_wire(
+    arguments: argparse.Namespace, folder: Path, transport: str, baseline: str
+) -> dict[str, Any]:
+    config = {
+        "socket": str(folder / "owner.sock"),
+        "backend": arguments.backend,
+        "transport": transport,
+        "baseline": baseline,
+        "device": arguments.device,
+        "nbytes": arguments.megabytes * 1_000_000,
+        "tensors": arguments.tensors,
+    }
+    owner = subprocess.Popen(
+        [sys.executable, "-m", "vllm_wt.cli.bench_owner", json.dumps(config)],
+        stdout=subprocess.DEVNULL,  # UCX logs there
+    )
+    try:
+        ours, raw, nbytes, facts = _rounds(config, owner, arguments.rounds)
+    finally:
+        owner.kill()
+        owner.wait(10)
+    ratio = statistics.median(r / o for o, r in zip(ours, raw, strict=True))
+    return {
+        "name": "wire",
+        "value": round(nbytes / statistics.median(ours) / 1e9, 3),
+        "baseline": round(nbytes / statistics.median(raw) / 1e9, 3),
+        "unit": "GB/s",
+        "ratio": round(ratio, 3),
+        "bound": _WIRE_BOUND,
+        "ok": ratio >= _WIRE_BOUND and facts["checked"],
+        "samples": {"ours_s": ours, "baseline_s": raw},
+        "details": {
+            "backend": arguments.backend,
+            "device": arguments.device,
+            "megabytes": nbytes / 1e6,
+            "tensors": arguments.tensors,
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            **facts,
+        },
+    }
+
+
+def _rounds(
+    config: dict[str, Any], owner: subprocess.Popen[bytes], rounds: int
+) -> tuple[list[float], list[float], int, dict[str, Any]]:
+    import torch
+
+    from vllm_wt.deadline import Deadline
+    from vllm_wt.engine import WorkerContext
+    from vllm_wt.info import PullInitInfo, PullUpdateInfo
+    from vllm_wt.loading.staging import Staging
+    from vllm_wt.pull import PullEngine
+
+    backend, device = config["backend"], torch.device(config["device"])
+    client = _connect(Path(config["socket"]), owner)
+    init = PullInitInfo.from_wire(client.call("describe"), backend=backend)
+    engine = PullEngine(
+        WorkerContext(backend=backend, device=device, rank=0, size=1),
+        registry.resolve(config["transport"], backend=backend),
+    )
+    engine.init_transfer_engine(init)
+    manifest = init.manifest()
+    raw = registry.resolve(config["baseline"], backend=backend)(f"raw-{os.getpid()}", device)
+    target = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
+    raw.connect(client.call("expose_raw"), target)
+    ours_s, raw_s = [], []
+    for number in range(-2, rounds):  # two rounds to warm up both sides
+        info = PullUpdateInfo.from_wire(client.call("publish", number + 3), backend=backend)
+        staging = Staging(manifest)
+        began = time.perf_counter()
+        engine.receive_weights(info, staging)
+        received = time.perf_counter()
+        raw.read(Deadline(_ROUND_S))
+        done = time.perf_counter()
+        staging.require_complete()
+        if number >= 0:
+            ours_s.append(received - began)
+            raw_s.append(done - received)
+    last = staging.weights()[-1][1]
+    facts = {"torch": torch.__version__, "checked": client.call("last_value") == last[-1].item()}
+    engine.shutdown()
+    return ours_s, raw_s, manifest.nbytes, facts
+
+
+def _connect(path: Path, owner: subprocess.Popen[bytes]) -> Any:
+    from vllm_wt.clients.relay import RelayClient
+
+    end = time.monotonic() + _START_S
+    while True:
+        try:
+            return RelayClient(path, timeout_s=_ROUND_S)
+        except PeerDead:
+            if owner.poll() is not None or time.monotonic() > end:
+                raise
+            time.sleep(0.05)

@@ -87,10 +87,11 @@ class RelayServer:
                 connection.shutdown(socket.SHUT_RD)  # wakes accept and readline
         self._listener.close()
         self._path.unlink(missing_ok=True)
+        if threading.current_thread() in serving:
+            return  # a method closes its own server
         deadline = Deadline(_CLOSE_S)
         for thread in (self._thread, *serving):
-            if thread is not threading.current_thread():  # a method may close its own server
-                thread.join(deadline.remaining())
+            thread.join(deadline.remaining())
 
     def _accept(self) -> None:
         while True:

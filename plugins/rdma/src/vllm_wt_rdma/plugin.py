@@ -13,6 +13,7 @@ def vllm_wt_backend() -> BackendSpec:
         name="rdma",
         kind=Kind.TRANSPORT,
         transport="vllm_wt_rdma.transport:NixlTransport",
+        baseline="vllm_wt_rdma.baseline:NixlRead",
         capabilities=frozenset({"cpu", "cuda", "multi-host", "zero-copy"}),
         summary="one-sided reads over NIXL and UCX, within a host and between hosts",
     )
