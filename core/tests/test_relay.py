@@ -395,7 +395,13 @@ def test_only_the_owner_may_connect(path, monkeypatch):
 def test_close_hangs_up(server, connect, path):
     client = connect()
     client.call("echo")
-    server.close()
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(LIMIT_S)
+        raw.connect(str(path))
+        raw.sendall(b'{"method": "echo", "args": []}\n')
+        assert raw.recv(100) == b'{"result": []}\n'
+        server.close()
+        assert raw.recv(100) == b""
     with pytest.raises(PeerDead, match=r"^The engine's process has gone\b"):
         client.call("echo")
     assert not path.exists()

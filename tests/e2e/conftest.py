@@ -45,7 +45,13 @@ class Trainer:
             [sys.executable, str(SUPPORT / "wt_trainer.py"), *arguments],
             stdout=subprocess.DEVNULL,  # UCX logs there
         )
-        self._client = self._connect(folder / name)
+        self._path = folder / name
+        self._client: RelayClient | None = None
+
+    def wait_ready(self) -> Trainer:
+        """Until it answers: importing torch takes it seconds."""
+        self._client = self._connect(self._path)
+        return self
 
     def _connect(self, path: Path) -> RelayClient:
         for _ in range(600):
@@ -59,6 +65,7 @@ class Trainer:
         raise AssertionError("the trainer process did not come up")
 
     def call(self, method: str, *args: Any) -> Any:
+        assert self._client is not None
         return self._client.call(method, *args)
 
     def stop(self) -> None:
@@ -73,7 +80,8 @@ class Trainer:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
 
 
 class Engine:
@@ -96,6 +104,7 @@ class Engine:
         methods = {name: self._guarded(name, m) for name, m in engine_methods(self.client).items()}
         self._server = RelayServer(folder / "engine.sock", methods)
         self._trainers: list[Trainer] = []
+        self._spare = Trainer(folder, shape)  # comes up while a test runs
 
     def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -121,9 +130,9 @@ class Engine:
         return answers
 
     def trainer(self) -> Trainer:
-        trainer = Trainer(self.folder, self.shape)
+        trainer, self._spare = self._spare, Trainer(self.folder, self.shape)
         self._trainers.append(trainer)
-        return trainer
+        return trainer.wait_ready()
 
     def tokens(self) -> list[list[int]]:
         with self._lock:
@@ -160,28 +169,41 @@ class Engine:
 
     def close(self) -> None:
         self.close_trainers()
+        self._spare.close()
         self._server.close()
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _make_engine(folder: Path, shape: ModelShape, tp: int) -> Iterator[Engine]:
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(SUPPORT))
+    python_path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+    patch.setenv("PYTHONPATH", python_path)
+    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank) for rank in range(tp)))
+    engine = Engine(folder, shape, tp)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        patch.undo()
 
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
 def shared_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(SUPPORT))
-    python_path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
-    patch.setenv("PYTHONPATH", python_path)
-    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(r) for r in range(request.param)))
     # A head of its own at TP 1, one that is tied to the embedding and padded at TP 2.
     shape = ModelShape(vocab=500, tied=request.param == 2)
-    engine = Engine(tmp_path_factory.mktemp("engine"), shape, request.param)
-    yield engine
-    engine.close()
-    patch.undo()
+    yield from _make_engine(tmp_path_factory.mktemp("engine"), shape, request.param)
 
 
 @pytest.fixture
 def engine(shared_engine: Engine) -> Iterator[Engine]:
     yield shared_engine
     shared_engine.close_trainers()
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Callable[..., Iterator[Engine]]:
+    """For a test that needs a shape of its own: ``yield from make_engine(shape, tp=1)``."""
+    return lambda shape, tp: _make_engine(tmp_path, shape, tp)

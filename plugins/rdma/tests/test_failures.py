@@ -115,7 +115,7 @@ def test_nothing_is_written_after_a_cancel(bench: Any) -> None:
     target.zero_()
     owner.signal(signal.SIGCONT)
     # UCX may abort an owner that finds its reader gone after not polling for a while.
-    with suppress(AssertionError, BrokenPipeError):
+    with suppress(AssertionError, OSError):
         owner.ask("reported", ticket=1)
     for _ in range(1000):
         with suppress(WeightTransferError):

@@ -32,11 +32,11 @@ class Trainer:
             engine, backend="rdma", source=self._model, deadline_s=deadline_s
         )
 
-    def randomize(self, seed: int) -> str:
+    def randomize(self, seed: int, save: bool = True) -> str:
         """New weights; the folder of a checkpoint with them."""
         randomize(self._model, seed)
         folder = self._folder / f"seed{seed}"
-        if not folder.exists():
+        if save and not folder.exists():
             save_checkpoint(self._model, folder)
         return str(folder)
 

@@ -12,6 +12,14 @@ from vllm.config import set_current_vllm_config
 
 from vllm_wt.ranks import GroupRanks, Ranks, SingleRank
 
+try:
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+except ImportError:  # 0.26, where "bias" was not yet set apart from the rest
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS as SKIP_LOAD_TENSORS
+
+NEVER_LOADED: frozenset[str] = frozenset(SKIP_LOAD_TENSORS)
+"""Names of tensors that a layerwise reload leaves where they are."""
+
 
 def worker_ranks(parallel_config: Any) -> Ranks:
     """The workers of this engine: one data-parallel replica, tensor and pipeline parallel.

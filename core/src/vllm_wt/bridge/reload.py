@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import (
     get_layer_params_buffers,
     get_layer_tensors,
@@ -104,7 +104,7 @@ class LayerwiseReload:
             if info.kernel_tensors is None:
                 continue
             for name, param in info.kernel_tensors[0].items():
-                if name not in SKIP_LOAD_TENSORS:
+                if name not in compat.NEVER_LOADED:
                     places[module, name] = id(param)
             for name, param in get_layer_params_buffers(module)[0].items():
                 sizes[module, name] = getattr(param, "weight_loader_numel", param.numel())

@@ -113,7 +113,10 @@ class _Demo:
         return 0 if ok else 1
 
     def _train(self) -> int:
+        import torch
+
         config = {
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
             "folder": str(self._folder),
             "backend": self._arguments.backend,
             "rounds": self._arguments.rounds,

@@ -19,7 +19,7 @@ def main(config: dict[str, Any]) -> None:
     folder = Path(config["folder"])
     engine = RelayClient(folder / "engine.sock")
     engine.call("hello", {"pid": os.getpid(), "import_vllm": _import_vllm()})
-    model = random_model(ModelShape(**config["shape"]), seed=0)
+    model = random_model(ModelShape(**config["shape"]), seed=0).to(config["device"])
     with WeightSync.connect(engine, backend=config["backend"], source=model) as sync:
         for version in range(1, config["rounds"] + 1):
             randomize(model, seed=version)  # stands for a training step

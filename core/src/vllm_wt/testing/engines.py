@@ -21,7 +21,14 @@ def start_llm(model: Path, dtype: str, backend: str, *, tp: int = 1, **overrides
     """
     import torch
 
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if cuda:
+        # The question has started CUDA here, which a forked worker could not use.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        # Triton rounds float32 to tf32 unless told not to; greedy tokens would differ from a
+        # reference's.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    else:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(r) for r in range(tp)))
     from vllm import LLM
     from vllm.config import WeightTransferConfig
@@ -39,6 +46,9 @@ def start_llm(model: Path, dtype: str, backend: str, *, tp: int = 1, **overrides
         "kv_cache_memory_bytes": 64 << 20,
         "disable_log_stats": True,
     }
+    if cuda:
+        # One that takes float32 too: engines are comparable within one attention backend only.
+        arguments["attention_config"] = {"backend": "TRITON_ATTN"}
     return LLM(**(arguments | overrides))
 
 

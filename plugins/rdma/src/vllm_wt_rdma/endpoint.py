@@ -58,6 +58,9 @@ _ERRORS: dict[tuple[str, str | None], tuple[type[WeightTransferError], str, str]
 """By name, since the builds for CUDA 12 and 13 have classes of their own, and by where it was."""
 _OTHER = (TransportError, "NIXL failed", f"connect again; {_SEE_LOG}")
 
+_SETTLE_POLLS = 16
+"""Rounds of UCX's progress before an agent is destroyed; each runs until nothing more happens."""
+
 
 class Endpoint:
     """A NIXL agent with the UCX backend and no progress thread.
@@ -210,11 +213,13 @@ class Endpoint:
             Whether it is gone, and so nothing writes into registered memory any more. It is not
             while an exception that interrupted a NIXL call is being handled; call again later.
         """
+        self._settle()
         while self._reads:
             with suppress(Exception):
                 self._reads.popitem()[1].release()
         while self._peers:
             self.remove_peer(next(iter(self._peers)))
+        self._settle()
         while self._registered:
             with suppress(Exception):
                 self._agent.deregister_memory(self._registered.popitem()[1])
@@ -224,6 +229,15 @@ class Endpoint:
         if gone:
             self._memory.clear()
         return gone
+
+    def _settle(self) -> None:
+        """Let UCX end what failed: it aborts the process when a dead peer's reads are still queued.
+
+        (UCX 1.23, ``ucs_arbiter_group_is_empty`` in ``uct_cma_ep_t_delete``.)
+        """
+        for _ in range(_SETTLE_POLLS):
+            with suppress(Exception):
+                self._agent.get_new_notifs()
 
     def __del__(self) -> None:
         with suppress(Exception):

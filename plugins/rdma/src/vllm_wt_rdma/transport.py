@@ -275,6 +275,8 @@ class NixlTransport:
         hundredth of the speed and without a word.
         """
         if self._device.type == "cuda" and not hasattr(self._threads, "ready"):
+            if self._device.index is None:
+                self._device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.set_device(self._device)
             torch.zeros(1, device=self._device)
             self._threads.ready = True

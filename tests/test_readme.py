@@ -1,0 +1,105 @@
+"""Every command and every piece of code in the README works as it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+
+
+def _commands() -> list[str]:
+    return [line for kind, body in BLOCKS if kind == "bash" for line in body.splitlines()]
+
+
+def _run(command: str, timeout: float, codes: tuple[int, ...] = (0,)) -> str:
+    # Not what the make that runs these tests was given.
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "ARGS"))
+    }
+    done = subprocess.run(
+        shlex.split(command),
+        cwd=ROOT,
+        env=inherited | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode in codes, done.stdout + done.stderr
+    return done.stdout
+
+
+def _demo(command: str) -> None:
+    out = _run(command, timeout=280)
+    assert "3 of 3 rounds verified" in out
+    assert "NOT VERIFIED" not in out
+    assert "`import vllm` there: ModuleNotFoundError" in out
+
+
+def _this_very_command(command: str) -> None:
+    recipe = _run("make -n test", timeout=60)
+    assert "pytest -m" in recipe
+
+
+def _pip(command: str) -> None:
+    """What it names is what this repository builds."""
+    package = command.rsplit(maxsplit=1)[-1]
+    names = {
+        re.search(r'^name = "(.*)"', path.read_text(), re.M).group(1)
+        for path in ROOT.glob("plugins/*/pyproject.toml")
+    }
+    assert package in names
+
+
+def _list(command: str) -> None:
+    assert 'backend="rdma"' in _run(command, timeout=120)
+
+
+def _bench(command: str) -> None:
+    # Whether this host was quiet enough for the bound is not for a test to say.
+    result = json.loads(_run(command, timeout=250, codes=(0, 1)).splitlines()[-1])
+    assert result["name"] == "wire"
+    assert result["ok"] == (result["ratio"] >= result["bound"])
+    assert len(result["samples"]["ours_s"]) == len(result["samples"]["baseline_s"]) > 0
+    assert result["details"]["checked"]
+
+
+CHECKS = {
+    "make demo": _demo,
+    "make test": _this_very_command,
+    "pip install vllm-wt-rdma": _pip,
+    "vllm-wt list": _list,
+    "vllm-wt bench wire --backend rdma --json": _bench,
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", _commands())
+def test_command(command):
+    CHECKS[command](command)
+
+
+def test_no_check_outlives_its_command():
+    assert set(CHECKS) == set(_commands())
+
+
+def test_python_blocks_compile():
+    blocks = [body for kind, body in BLOCKS if kind == "python"]
+    assert len(blocks) == 2
+    for body in blocks:
+        compile(body, "README.md", "exec")
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
