@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,12 +32,13 @@ class RankProcess:
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
         self._said: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
             self._said.put(line)
+        self._said.put("")
 
     def tell(self, **order: object) -> None:
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -47,24 +48,27 @@ class RankProcess:
         self.tell(error=error, active=active, seconds=seconds)
 
     def answer(self):
-        return json.loads(self._said.get(timeout=LIMIT_S))
+        line = self._said.get(timeout=LIMIT_S)
+        assert line, f"the process has ended with {self.process.wait(LIMIT_S)}"
+        return json.loads(line)
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait(LIMIT_S)
         self._reader.join(LIMIT_S)
-        self.process.stdin.close()
         self.process.stdout.close()
+        with suppress(BrokenPipeError):  # it may not have read everything
+            self.process.stdin.close()
 
 
 @contextmanager
 def _processes(folder: Path) -> Iterator[list[RankProcess]]:
-    processes = [RankProcess(rank, folder / "rendezvous") for rank in range(2)]
-    try:
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(2):
+            processes.append(RankProcess(rank, folder / "rendezvous"))
+            stack.callback(processes[-1].close)
         yield processes
-    finally:
-        for process in processes:
-            process.close()
 
 
 def _new_group(processes: list[RankProcess], group_s: float = 2 * LIMIT_S) -> list[RankProcess]:

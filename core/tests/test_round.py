@@ -246,6 +246,17 @@ def test_what_arrives_must_be_what_was_announced(
     assert loader.weights == {}
 
 
+def test_a_tensor_that_arrives_twice(worker, engine, loader):
+    def receive(update_info, load_weights):
+        load_weights(WEIGHTS.items())
+        load_weights([("a", WEIGHTS["a"])])
+
+    engine.receive_weights = receive
+    connected(worker).start()
+    with pytest.raises(ManifestMismatch, match="'a', which was received already"):
+        worker.update(update_info("all"))
+
+
 def test_a_failing_commit_is_torn_until_a_full_one(worker, loader):
     connected(worker).start()
     worker.update(update_info("all"))
@@ -487,9 +498,12 @@ def test_failing_init_on_one_rank_disconnects_both(pair, rank):
     pair.engines[rank].error = OSError("unreachable")
     error = pair.call("init", init_info())
     assert error.ranks == {rank: "OSError: unreachable"}
+    assert [round_._session for round_ in pair.rounds] == [None, None]
     pair.engines[rank].error = None
     pair.call("start")
-    assert isinstance(pair.call("update", update_info("open")), WrongOrder)
+    error = pair.call("update", update_info("open"))
+    assert isinstance(error, WrongOrder)
+    assert list(error.ranks) == [0, 1]
 
 
 @pytest.mark.parametrize("left", ["started", "failed update", "failed commit"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_wt import registry, session
+from vllm_wt.deadline import Deadline
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import (
     BackendUnavailable,
@@ -235,6 +236,53 @@ def test_a_buffer_that_may_still_be_written_to_is_never_used_again(connect, engi
     fabric.fail_submit, fabric.quiesces = None, True
     sync.push(4)
     assert engine.engine._quarantine == []
+
+
+def test_a_stalled_read_ends_by_itself_when_nobody_asks(connect, engine, fabric):
+    """The worker keeps its deadline without a client: the trainer may be dead."""
+    sync = connect(engine, state())
+    engine.start_weight_update()
+    sync._trainer.publish(1, Deadline(0.05))
+    info = sync._trainer.update_info("open", Deadline(0.05), known=1)
+    fabric.hold = True
+    with pytest.raises(Timeout, match="not read in time") as error:
+        engine.engine.receive_weights(info, lambda weights: None)
+    nbytes = sum(t.numel() * t.element_size() for t in state().values())
+    assert error.value.got == f"0 of {nbytes} bytes"
+
+
+def test_a_late_report_is_not_taken_for_the_next_rounds(connect, engine, fabric):
+    sync = connect(engine, state())
+    sync.push(1)
+    assert sync._trainer.delivered() == 1
+    sync._trainer.publish(2, Deadline(1))
+    assert sync._trainer.delivered() == 0
+
+
+def test_a_connection_that_fails_is_closed_on_both_sides(
+    connect, engine, fabric, transport_cls, monkeypatch
+):
+    def refuse(self, owner, generation, handle, deadline):
+        raise PeerDead("nobody there")
+
+    monkeypatch.setattr(transport_cls, "open", refuse)
+    with pytest.raises(PeerDead, match="nobody there"):
+        connect(engine, state())
+    assert [endpoint.closed for endpoint in fabric.endpoints] == [True, True]
+
+
+def test_handles_travel_only_when_memory_has_moved(connect, engine):
+    infos = []
+    update = engine.update_weights
+    engine.update_weights = lambda info: (infos.append(info), update(info))
+    source = state()
+    sync = connect(engine, source)
+    sync.push(1)
+    source["plain"] = torch.full((4, 6), 9.0)
+    sync.push(2)
+    sync.push(3)
+    handles = [info["handle"] is not None for info in infos if info["op"] == "open"]
+    assert handles == [False, True, False]
 
 
 def test_torn_engine_is_named_until_a_full_push(connect, engine, loader):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from vllm_wt.clients.local import LocalClient
 from vllm_wt.clients.relay import RelayClient, RelayServer, engine_methods
@@ -114,7 +113,7 @@ class Engine:
         self._lock = threading.RLock()  # an LLM takes one call at a time
         client = LocalClient(self.llm)
         methods = {name: self._guarded(m) for name, m in engine_methods(client).items()}
-        self._server = RelayServer(folder / f"{'engine' if folder else ''}.sock", methods)
+        self._server = RelayServer(folder / "engine.sock", methods)
         self._trainers: list[Trainer] = []
 
     def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,8 +156,41 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
+SETTINGS = [Setting("float32", graphs=False), Setting("float32", True), Setting("bfloat16", True)]
+
+
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
 def shared_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    yield None
+    support = [str(SUPPORT), str(SUPPORT.parents[1] / "e2e" / "support")]
+    patch = pytest.MonkeyPatch()
+    for path in support:
+        patch.syspath_prepend(path)
+    python_path = os.pathsep.join(filter(None, [*support, os.environ.get("PYTHONPATH")]))
+    patch.setenv("PYTHONPATH", python_path)
+    patch.setenv("UCX_NET_DEVICES", "lo")
+    engine = Engine(tmp_path_factory.mktemp("engine"), request.param)
+    yield engine
+    engine.close()
+    patch.undo()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    yield shared_engine
+    shared_engine.close_trainers()
+
+
+@pytest.fixture
+def fresh(engine: Engine, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
+    """Starts another engine of the same setting, which loads a checkpoint as any engine does."""
+    started: list[Engine] = []
+
+    def start(checkpoint: str) -> Engine:
+        started.append(Engine(tmp_path, engine.setting, Path(checkpoint)))
+        return started[-1]
+
+    yield start
+    for other in started:
+        other.close()

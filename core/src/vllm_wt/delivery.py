@@ -88,26 +88,28 @@ class EngineLink:
         """
         trainer = self._trainer
         began = time.perf_counter()
-        self._call("start_weight_update")
-        started = time.perf_counter()
-        try:
-            with _serving(trainer) as serving:
+        # The trainer serves until the round is closed, a failed one too: with UCX over TCP a reader
+        # that goes away can abort an owner that does not poll.
+        with _serving(trainer) as serving:
+            self._call("start_weight_update")
+            started = time.perf_counter()
+            try:
                 generation = trainer.generation
                 self._update("open", deadline)
                 self._await_delivery(serving, deadline)
                 delivered = time.perf_counter()
                 self._update("seal", deadline)
                 self._known = generation
-        except BaseException:
-            self._close_after_failed_update()
-            raise
-        sealed = time.perf_counter()
-        try:
-            self._call("finish_weight_update", str(version))
-        except BaseException:
-            self.torn = True
-            self._close_stale("start,finish")
-            raise
+            except BaseException:
+                self._close_after_failed_update()
+                raise
+            sealed = time.perf_counter()
+            try:
+                self._call("finish_weight_update", str(version))
+            except BaseException:
+                self.torn = True
+                self._close_stale("start,finish")
+                raise
         self.torn = False
         done = time.perf_counter()
         return Stages(started - began, delivered - started, sealed - delivered, done - sealed)

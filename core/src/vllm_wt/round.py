@@ -142,14 +142,16 @@ class WorkerRound:
             return
         error: WeightTransferError | None = None
         seconds = INIT_S
+        session = self._session = None
         try:
             info = self._decode(self._engine.init_info_cls, data, "init_info")
             seconds = info.deadline_s
             self._connect(info)
+            session = info.session
         except Exception as caught:
             error = self._typed(caught, "init_weight_transfer_engine")
-        if not self._agreed("init_weight_transfer_engine", error, seconds):
-            self._session = None
+        if self._agreed("init_weight_transfer_engine", error, seconds):
+            self._session = session
 
     def start(self) -> None:
         """A round begins; cheap. Anything left of an earlier one is dropped."""
@@ -211,12 +213,10 @@ class WorkerRound:
 
     def _connect(self, info: InitInfo) -> None:
         self._abandon("a new trainer connects")
-        self._session = None
         manifest = info.manifest()
         self._loader.rehearse(manifest)
         self._engine.init_transfer_engine(info)
         self._manifest = manifest
-        self._session = info.session
         self.version = None
 
     def _open(self, info: UpdateInfo) -> None:

@@ -58,7 +58,7 @@ class Copy:
     """One contiguous run of bytes to read.
 
     Args:
-        owner: Name that ``open`` returned.
+        owner: Name that ``open`` was given.
         source: Index of the buffer in the owner's region.
         source_offset: First byte in that buffer.
         target: Index of the buffer in the reader's region.

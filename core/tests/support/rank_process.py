@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vllm_wt.errors import WeightTransferError
 from vllm_wt.ranks import GroupRanks, Report
 
 
@@ -26,7 +25,7 @@ def _say(answer: object) -> None:
 def _exchange(ranks: GroupRanks, order: dict[str, Any]) -> object:
     try:
         reports = ranks.exchange(Report(order["error"], order["active"]), order["seconds"])
-    except WeightTransferError as error:
+    except Exception as error:
         return {"raised": type(error).__name__, "says": str(error)}
     return {"reports": [[report.error, report.active] for report in reports]}
 

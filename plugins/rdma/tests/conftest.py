@@ -132,8 +132,6 @@ class Bench:
             owner.close()
 
 
-
-
 @pytest.fixture(scope="session")
 def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where owners can be had."""

@@ -1,8 +1,9 @@
 """Owners in processes of their own: JSON commands and replies, a line each, over a Unix socket.
 
 Run as ``owner_process.py <socket path>``. It forks a process for each connection, which saves the
-seconds that importing torch takes; no NIXL agent exists before the fork. It ends with its stdin. UCX logs to stdout, so
-nothing is said there. Between commands an owner polls its endpoint, unless told not to.
+seconds that importing torch takes; no NIXL agent exists before the fork. It ends with its stdin.
+UCX logs to stdout, so nothing is said there. Between commands an owner polls its endpoint, unless
+told not to.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_wt.errors import (
     Timeout,
     TransportError,
     WeightTransferError,
+    WrongOrder,
 )
 from vllm_wt.transport import Copy
 from vllm_wt_rdma import batching, operation
@@ -121,6 +123,31 @@ def test_nothing_is_written_after_a_cancel(bench: Any) -> None:
         with suppress(WeightTransferError):
             reader.progress()
     assert not target.any()
+
+
+@pytest.mark.usefixtures("tcp")
+@pytest.mark.parametrize("how", ["drop", "open", "unregister"])
+def test_a_pass_that_was_neither_ended_nor_cancelled_spends_the_transport(
+    bench: Any, how: str
+) -> None:
+    owner, reader = bench.owner(), bench.reader()
+    handle = owner.expose(64 * MIB)
+    reader.open("owner", 1, handle, bench.deadline())
+    target, region = bench.arena(reader, 64 * MIB)
+    running = reader.submit(reader.prepare(region, [Copy("owner", 0, 0, 0, 0, 64 * MIB)]))
+    bench.until(lambda: not reader.poll(running).done and bool(target[:64].any()))
+    owner.signal(signal.SIGSTOP)
+    end: dict[str, Callable[[], Any]] = {
+        "drop": lambda: reader.prepare(region, []),
+        "open": lambda: reader.open("owner", 1, handle, bench.deadline()),
+        "unregister": lambda: reader.unregister(region),
+    }
+    if how == "drop":
+        del running
+    with pytest.raises(WrongOrder):
+        end[how]()
+    with pytest.raises(TransportError):
+        reader.progress()
 
 
 @pytest.mark.usefixtures("tcp")

@@ -26,9 +26,7 @@ def test_importing_the_plugin_is_light() -> None:
         "heavy = {'torch', 'numpy', 'nixl_cu12', 'nixl_cu13', 'pydantic'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

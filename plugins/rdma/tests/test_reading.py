@@ -141,9 +141,7 @@ def test_a_cancelled_pass_leaves_the_plan_usable_when_nothing_is_stuck(
     assert torch.equal(target, bench.content(1 << 20, 0))
 
 
-def test_a_plan_that_was_dropped_is_given_back(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_was_dropped_is_given_back(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, reader = bench.owner(), bench.reader()
     reader.open("owner", 1, owner.expose(100), bench.deadline())
     _, region = bench.arena(reader, 100)
@@ -188,17 +186,13 @@ def test_copies_are_checked_against_what_the_owner_exposes(bench: Any) -> None:
     reader.open("owner", 1, owner.expose(100, 50), bench.deadline())
     target, region = bench.arena(reader, 1000)
     with pytest.raises(OutOfBounds) as caught:
-        reader.prepare(
-            region, [Copy("owner", 0, 0, 0, 0, 100), Copy("owner", 1, 0, 0, 100, 51)]
-        )
+        reader.prepare(region, [Copy("owner", 0, 0, 0, 0, 100), Copy("owner", 1, 0, 0, 100, 51)])
     assert caught.value.where == "copy 1"
     assert "50 bytes of source buffer 1" in str(caught.value.expected)
     assert not target.any()
 
 
-def test_more_copies_than_declared_are_refused(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_copies_than_declared_are_refused(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, reader = bench.owner(), bench.reader()
     reader.open("owner", 1, owner.expose(100), bench.deadline())
     _, region = bench.arena(reader, 100)

@@ -30,7 +30,7 @@ def worker_ranks(parallel_config: Any) -> Ranks:
     size = parallel_config.world_size
     if size == 1:
         return SingleRank()
-    mine = None
+    mine: Any = None
     for first in range(0, dist.get_world_size(), size):  # the world spans coordinated replicas
         members = list(range(first, first + size))
         group = dist.new_group(members, backend="gloo")

@@ -47,9 +47,9 @@ class Staging:
 
     def require_complete(self) -> None:
         """Raise :class:`CorruptTransfer` unless every announced byte is here."""
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._received.values())
-        if len(self._received) != len(self._manifest) or nbytes != self._manifest.nbytes:
-            missing = [name for name in self._expected if name not in self._received]
+        missing = [name for name in self._expected if name not in self._received]
+        if missing:
+            nbytes = sum(t.numel() * t.element_size() for t in self._received.values())
             raise CorruptTransfer(
                 "The update is not complete",
                 expected=f"{len(self._manifest)} tensors, {self._manifest.nbytes} bytes",

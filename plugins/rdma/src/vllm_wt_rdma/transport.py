@@ -307,13 +307,24 @@ class NixlTransport:
             done = self._endpoint.check(beacon.read.number)
 
     def _release_plans(self, stale: Callable[[Prepared], bool]) -> None:
-        """Give back plans that core has dropped, and those that ``stale`` picks."""
+        """Give back plans that core has dropped, and those that ``stale`` picks.
+
+        Raises:
+            WrongOrder: One of them has a pass under way; the transport is spent.
+        """
         kept = []
         for reference, prepared in self._plans:
-            if reference() is None or stale(prepared):
+            if reference() is not None and not stale(prepared):
+                kept.append((reference, prepared))
+            elif not prepared.busy:
                 prepared.release(self._endpoint, self._words)
             else:
-                kept.append((reference, prepared))
+                self._endpoint.destroy()  # its reads would write on into memory that is used anew
+                raise WrongOrder(
+                    "A pass is still under way over a plan that ends here",
+                    backend=BACKEND,
+                    cure="poll a pass to its end or cancel it; make a new transport",
+                )
         self._plans = kept
 
     def _require_region(self, region: Region, where: str) -> None:

@@ -1,0 +1,100 @@
+"""A trainer on CUDA pushes weights into a real engine on the same GPU.
+
+The oracles: transformers in float32, which shares no code with vLLM; in any dtype a fresh engine of
+the same setting that loads the same checkpoint, by its tokens and by digests of all its tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_wt.errors import PeerDead
+from vllm_wt.testing.models import reference_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_three_rounds_then_the_same_as_a_fresh_engine(
+    engine: Any, fresh: Callable[[str], Any]
+) -> None:
+    assert engine.graphs == engine.setting.graphs
+    addresses = engine.rpc("wt_addresses")
+    trainer = engine.trainer()
+    trainer.call("connect")
+    seen = [engine.tokens()]
+    for version in (1, 2, 3):
+        checkpoint = trainer.call("randomize", version)
+        result = trainer.call("push", version)
+        assert result["version"] == version
+        tokens = engine.tokens()
+        assert tokens not in seen
+        seen.append(tokens)
+        if engine.setting.dtype == "float32":
+            assert tokens == reference_tokens(Path(checkpoint), engine.prompts, len(tokens[0]))
+        state = engine.rpc("wt_state")
+        assert (state["state"], state["version"], state["torn"]) == ("idle", version, False)
+        assert state["meta"] == []
+        print(engine.setting, result)
+    assert trainer.call("generation") == 1
+    assert engine.rpc("wt_addresses") == addresses
+    other = fresh(checkpoint)
+    assert other.tokens() == seen[-1]
+    assert other.rpc("wt_digests") == engine.rpc("wt_digests")
+
+
+def test_a_trainer_killed_in_a_round_leaves_the_old_weights_and_a_new_one_syncs(
+    engine: Any,
+) -> None:
+    first = engine.trainer()
+    first.call("connect")
+    first.call("randomize", 10)
+    first.call("push", 1)
+    old, digests = engine.tokens(), engine.rpc("wt_digests")
+    first.call("randomize", 11)
+    engine.rpc("wt_hold_read")
+    pushing = _start(lambda: first.call("push", 2))
+    _wait_for(lambda: engine.rpc("wt_state")["state"] == "receiving")
+    first.kill()
+    with pytest.raises(PeerDead):
+        pushing.result(60)
+    engine.rpc("wt_let_go")
+    assert engine.tokens() == old
+    assert engine.rpc("wt_digests") == digests
+    second = engine.trainer()
+    second.call("connect")
+    checkpoint = second.call("randomize", 12)
+    second.call("push", 1)
+    tokens = engine.tokens()
+    assert tokens != old
+    assert not engine.rpc("wt_state")["torn"]
+    second.call("randomize", 10)
+    second.call("push", 2)
+    assert engine.tokens() == old
+    assert engine.rpc("wt_digests") == digests
+    if engine.setting.dtype == "float32":
+        assert tokens == reference_tokens(Path(checkpoint), engine.prompts, len(tokens[0]))
+
+
+def _start(function: Callable[[], Any]) -> Future[Any]:
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
+    return future
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    """Bounded by the test's own timeout."""
+    while not condition():
+        time.sleep(0.02)
