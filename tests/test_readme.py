@@ -52,13 +52,14 @@ def _this_very_command(command: str) -> None:
 
 
 def _pip(command: str) -> None:
-    """What it names is what this repository builds."""
-    package = command.rsplit(maxsplit=1)[-1]
+    """What it names beside vLLM is what this repository builds."""
+    packages = set(command.removeprefix("pip install ").split()) - {"vllm"}
     names = {
         re.search(r'^name = "(.*)"', path.read_text(), re.M).group(1)
         for path in ROOT.glob("plugins/*/pyproject.toml")
     }
-    assert package in names
+    assert packages
+    assert packages <= names
 
 
 def _list(command: str) -> None:
@@ -77,7 +78,7 @@ def _bench(command: str) -> None:
 CHECKS = {
     "make demo": _demo,
     "make test": _this_very_command,
-    "pip install vllm-wt-rdma": _pip,
+    "pip install vllm vllm-wt-rdma": _pip,
     "vllm-wt list": _list,
     "vllm-wt bench wire --backend rdma --json": _bench,
 }

@@ -264,6 +264,7 @@ def test_no_answer_in_time(connect, methods):
         "The engine's process did not answer. Where: block. Expected: within 0.2 s. "
         "Cure: look for a stopped engine."
     )
+    assert client._socket.fileno() == -1
     methods.leave.set()
     # A late answer must not be taken for that of the next call.
     with pytest.raises(PeerDead, match=r"Where: echo\."):

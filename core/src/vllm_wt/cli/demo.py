@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,10 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
             cure="pip install vllm (or run `make demo` in a checkout)",
         ) from error
     shape = ModelShape(arguments.hidden, arguments.layers, arguments.vocab, arguments.tied)
-    screen = _Screen(arguments.json)
-    with tempfile.TemporaryDirectory(prefix="vllm-wt-demo-") as folder:
-        demo = _Demo(arguments, shape, Path(folder), screen)
-        return demo.run()
+    folder = tempfile.TemporaryDirectory(prefix="vllm-wt-demo-")
+    with folder, _Screen(arguments.json, arguments.rounds) as screen:
+        return _Demo(arguments, shape, Path(folder.name), screen).run()
 
 
 class _Demo:
@@ -82,16 +79,15 @@ class _Demo:
         from vllm_wt.clients.relay import RelayServer, engine_methods
         from vllm_wt.testing.engines import greedy_tokens, start_llm
 
-        rounds = self._arguments.rounds
         checkpoint = self._folder / "v0"
         save_checkpoint(random_model(self._shape, seed=0), checkpoint)
-        with self._screen.working("starting a vLLM engine (25 to 40 s on two cores)"):
-            began = time.perf_counter()
-            llm = start_llm(
-                checkpoint, self._shape.dtype, self._arguments.backend, tp=self._arguments.tp
-            )
-            self._llm = llm
-            self._previous = greedy_tokens(llm, self._prompts, _NEW_TOKENS)
+        self._screen.doing("starting a vLLM engine (25 to 40 s on two cores)")
+        began = time.perf_counter()
+        llm = start_llm(
+            checkpoint, self._shape.dtype, self._arguments.backend, tp=self._arguments.tp
+        )
+        self._llm = llm
+        self._previous = greedy_tokens(llm, self._prompts, _NEW_TOKENS)
         self._screen.say(
             f"engine: tensor parallel {self._arguments.tp}, backend {self._arguments.backend}, "
             f"started in {time.perf_counter() - began:.0f} s"
@@ -101,16 +97,19 @@ class _Demo:
             return 1
         methods = engine_methods(LocalClient(llm)) | {"hello": self._hello, "report": self._report}
         server = RelayServer(self._folder / "engine.sock", methods)
+        self._screen.doing("starting the trainer")
         try:
-            with self._screen.working("starting the trainer"):
-                code = self._train()
+            code = self._train()
         finally:
             server.close()
         if code != 0:
             self._screen.say(f"the trainer failed with exit code {code}")
-        ok = code == 0 and self._verified == rounds
-        self._screen.say(f"{self._verified} of {rounds} rounds verified")
-        return 0 if ok else 1
+        self._screen.say(f"{self._verified} of {self._arguments.rounds} rounds verified")
+        return self.exit_code(code)
+
+    def exit_code(self, trainer_code: int) -> int:
+        """0 only when the trainer ended well and every round was verified."""
+        return int(trainer_code != 0 or self._verified != self._arguments.rounds)
 
     def _train(self) -> int:
         import torch
@@ -154,27 +153,44 @@ class _Demo:
 
 
 class _Screen:
-    """Progress on a terminal, plain lines elsewhere, JSON lines on request."""
+    """A progress bar on a terminal, plain lines elsewhere, JSON lines on request."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, rounds: int) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
         self._json = as_json
         self._console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=rounds)
+
+    def __enter__(self) -> _Screen:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        if self._console.is_terminal:
-            with self._console.status(text):
-                yield
-        else:
+    def doing(self, text: str) -> None:
+        """What is going on now."""
+        self._progress.update(self._task, description=text)
+        if not self._console.is_terminal:
             self.say(text + " ...")
-            yield
 
     def round(self, report: dict[str, Any], rounds: int) -> None:
+        self._progress.update(self._task, completed=report["version"], description="syncing")
         if self._json:
             print(json.dumps(report), flush=True)
             return
