@@ -114,14 +114,12 @@ def test_text_of_nothing(site, capsys):
     assert capsys.readouterr().out == "No backends installed. Cure: pip install vllm-wt-rdma\n"
 
 
-@pytest.mark.xfail(reason="a summary is taken for rich's markup", raises=AssertionError)
 def test_text_shows_a_summary_as_it_is(site, capsys):
     install(site, "t_one", good_source("t_one", "reads [fast]"))
     assert main(["list"]) == 0
     assert "reads [fast]" in capsys.readouterr().out
 
 
-@pytest.mark.xfail(reason="the table is cut to 80 columns", raises=AssertionError)
 def test_text_that_is_piped_is_not_cut(site, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS")
     summary = "one-sided reads over InfiniBand, RoCE, and shared memory"

@@ -110,7 +110,7 @@ def load(entry_points: Iterable[metadata.EntryPoint] | None = None) -> Registry:
             continue
         try:
             spec = _load_one(registry.hooks, point)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a package may try to leave on import
             registry.failures.append(
                 Failure(
                     point.name,
@@ -141,7 +141,7 @@ def resolve(path: str, *, backend: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # a library that is missing is an OSError, say
         raise BackendUnavailable(
             f"The code of backend {backend!r} cannot be imported: {error}",
             backend=backend,
@@ -180,13 +180,13 @@ def _load_one(hooks: pluggy.PluginManager, point: metadata.EntryPoint) -> Backen
             raise ValueError(
                 f"entry point {point.name!r} describes a backend called {answers[0].name!r}"
             )
-    except Exception:
+    except BaseException:
         hooks.unregister(module)
         raise
     return answers[0]
 
 
-def _cure(error: Exception, distribution: str) -> str:
+def _cure(error: BaseException, distribution: str) -> str:
     if isinstance(error, ImportError):
         return f"install what {distribution} misses, or pip uninstall {distribution}"
     return f"pip install --upgrade {distribution}, or pip uninstall {distribution}"

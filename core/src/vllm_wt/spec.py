@@ -55,6 +55,8 @@ class BackendSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"backend name {self.name!r} does not match {_NAME.pattern}")
+        if not isinstance(self.kind, Kind):
+            raise ValueError(f"backend {self.name!r} has kind {self.kind!r}, which is no Kind")
         wanted = {"transport"} if self.kind is Kind.TRANSPORT else {"worker", "trainer"}
         for field in ("transport", "worker", "trainer"):
             path = getattr(self, field)

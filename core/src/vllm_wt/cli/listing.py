@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 from typing import Any
 
 from vllm_wt import registry
@@ -43,6 +44,7 @@ def _vllm_name(backend: str) -> str | None:
     """The name for ``WeightTransferConfig`` here; None without vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return None
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_wt.bridge.register import name_in_vllm, register
 
     register()
@@ -50,26 +52,26 @@ def _vllm_name(backend: str) -> str | None:
 
 
 def _print(backends: list[dict[str, Any]], failures: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True)
-    if backends:
-        table = Table("backend", "in vLLM", "kind", "distribution", "summary", box=None)
-        for row in backends:
-            table.add_row(
-                row["name"],
-                f'backend="{row["vllm_name"]}"' if row["vllm_name"] else "(vLLM not installed)",
-                row["kind"],
-                f"{row['distribution']} {row['version']}",
-                row["summary"],
-            )
-        console.print(table)
+    """Plain lines, so that nothing is cut to a terminal's width."""
+    rows = [
+        (
+            row["name"],
+            f'backend="{row["vllm_name"]}"' if row["vllm_name"] else "(vLLM not installed)",
+            row["kind"],
+            f"{row['distribution']} {row['version']}",
+            row["summary"],
+        )
+        for row in backends
+    ]
+    if rows:
+        rows.insert(0, ("backend", "in vLLM", "kind", "distribution", "summary"))
     else:
-        console.print("No backends installed. Cure: pip install vllm-wt-rdma")
+        print("No backends installed. Cure: pip install vllm-wt-rdma")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
     for failure in failures:
-        console.print(
+        print(
             f"{failure['name']} ({failure['distribution']} {failure['version']}): "
-            f"{failure['error']}\n  Cure: {failure['cure']}",
-            markup=False,
+            f"{failure['error']}\n  Cure: {failure['cure']}"
         )
