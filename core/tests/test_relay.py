@@ -1,5 +1,6 @@
 """Calls across a local socket, between threads of this process and to another one."""
 
+import contextlib
 import json
 import os
 import socket
@@ -426,7 +427,8 @@ def test_close_lets_the_call_in_progress_end_and_begins_no_other(path, pool):
     queued._socket.sendall(b'{"method": "other", "args": []}\n')
     leave.set()
     assert call.result(LIMIT_S) == "left"
-    assert queued._lines.readline() == b""
+    with contextlib.suppress(ConnectionResetError):  # hung up on before or after it was read
+        assert queued._lines.readline() == b""
     server.close()
     assert not began.is_set()
     for client in (running, queued):

@@ -1,7 +1,7 @@
 """CUDA memory of one GPU, read between two processes; also the script that these processes run.
 
 Both ends are processes of their own: UCX looks for a CUDA context once, when an agent starts, and
-the point is that the transport has made one by then.
+the point is that the transport has made one by then, and has told UCX to read over CUDA IPC.
 """
 
 from __future__ import annotations

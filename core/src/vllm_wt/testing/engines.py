@@ -24,7 +24,7 @@ def start_llm(model: Path, dtype: str, backend: str, *, tp: int = 1, **overrides
     cuda = torch.cuda.is_available()
     if cuda:
         # The question has started CUDA here, which a forked worker could not use.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # Triton rounds float32 to tf32 unless told not to; greedy tokens would differ from a
         # reference's.
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

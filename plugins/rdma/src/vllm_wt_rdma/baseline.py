@@ -22,7 +22,8 @@ class NixlRead:
     def __init__(self, name: str, device: torch.device) -> None:
         module = nixl.load().module
         self._kind = "VRAM" if device.type == "cuda" else "DRAM"
-        torch.zeros(1, device=device)  # a CUDA context before the agent
+        if device.type == "cuda":
+            nixl.use_cuda(torch.device("cuda", device.index or 0))
         self._agent = module.nixl_agent(
             name, module.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         )
