@@ -330,6 +330,40 @@ def test_a_failed_init_disconnects(worker, engine, loader):
         worker.update(update_info("open"))
 
 
+def test_an_engine_that_cannot_start_fails_at_the_open(worker, engine, loader):
+    """On one rank alone it would put vLLM's replies out of step."""
+
+    def start():
+        raise OSError("no buffers")
+
+    connected(worker)
+    engine.start_weight_update = start
+    worker.start()
+    with pytest.raises(TransportError, match="OSError: no buffers") as error:
+        worker.update(update_info("open"))
+    assert error.value.where == "start_weight_update"
+    worker.finish()
+    del engine.start_weight_update
+    commit(worker, 2)
+    assert_loaded(loader)
+
+
+def test_an_engine_that_fails_after_the_commit_or_at_shutdown_is_logged(
+    worker, engine, loader, caplog
+):
+    def broken():
+        raise OSError("odd")
+
+    connected(worker)
+    engine.finish_weight_update = engine.shutdown = broken
+    commit(worker, 1)
+    assert_loaded(loader)
+    assert worker.version == 1
+    assert "did not finish cleanly" in caplog.text
+    worker.shutdown()
+    assert "did not shut down cleanly" in caplog.text
+
+
 def test_init_refuses_what_the_model_does_not_take(worker, engine, loader):
     def rehearse(manifest):
         raise LoadError("no such parameter")

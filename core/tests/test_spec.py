@@ -69,6 +69,13 @@ def test_bad_path_of_an_engine(field):
         BackendSpec(**{**ENGINE, field: "pkg"})
 
 
+def test_any_kind_may_name_a_baseline():
+    for fields in (TRANSPORT, ENGINE):
+        assert BackendSpec(**fields, baseline="pkg.mod:time").baseline == "pkg.mod:time"
+        with pytest.raises(ValueError, match=f"^baseline='pkg'{NO_PATH}"):
+            BackendSpec(**fields, baseline="pkg")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -114,6 +114,7 @@ class WorkerRound:
         self._staging: Staging | None = None
         self._receive: _Receive | None = None
         self._update: UpdateInfo | None = None
+        self._start_error: WeightTransferError | None = None
         self._active = False  # mirrors vLLM's own flag, which refuses start or finish out of turn
         self.state = State.IDLE
         self.torn = False
@@ -154,9 +155,16 @@ class WorkerRound:
             self._session = session
 
     def start(self) -> None:
-        """A round begins; cheap. Anything left of an earlier one is dropped."""
-        self._abandon("a new round starts")
-        self._engine.start_weight_update()
+        """A round begins; cheap. Anything left of an earlier one is dropped.
+
+        Never raises: the ranks have no exchange here. A failure comes out at the open.
+        """
+        self._start_error = None
+        try:
+            self._abandon("a new round starts")
+            self._engine.start_weight_update()
+        except Exception as caught:
+            self._start_error = self._typed(caught, "start_weight_update")
         self.state = State.STARTED
         self._active = True
 
@@ -199,15 +207,18 @@ class WorkerRound:
         if self._agreed("finish_weight_update", error, _GRACE_S):
             self.torn = False
             self.version = version
-            self._engine.finish_weight_update()
+            self._release_buffers()
             self._reset()
         self._active = False
 
     def shutdown(self) -> None:
-        """Release the trainer's connection; idempotent."""
-        self._abandon("shut down")
-        self._engine.shutdown()
+        """Release the trainer's connection; idempotent, never raises."""
         self._session = None
+        try:
+            self._abandon("shut down")
+            self._engine.shutdown()
+        except Exception:
+            logger.exception("vllm-wt: backend %s did not shut down cleanly", self._backend)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -234,6 +245,8 @@ class WorkerRound:
                 got=info.session,
                 cure="connect again",
             )
+        if self._start_error is not None:
+            raise self._start_error
         if self.state is not State.STARTED:
             raise WrongOrder(
                 f"Cannot open a transfer in state {self.state.value!r}",
@@ -306,6 +319,12 @@ class WorkerRound:
         assert self._staging is not None
         self._staging.require_complete()
         self.state = State.SEALED
+
+    def _release_buffers(self) -> None:
+        try:
+            self._engine.finish_weight_update()
+        except Exception:  # the weights are in on every rank: it is no failure of the round
+            logger.exception("vllm-wt: backend %s did not finish cleanly", self._backend)
 
     # -- agreement and clean-up ----------------------------------------------------------------
 
