@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainers import Trainer
 
 from vllm_wt.clients.local import LocalClient
-from vllm_wt.clients.relay import RelayClient, RelayServer, engine_methods
-from vllm_wt.errors import PeerDead, from_text
+from vllm_wt.clients.relay import RelayServer, engine_methods
+from vllm_wt.errors import from_text
 from vllm_wt.testing.engines import greedy_tokens, start_llm
 from vllm_wt.testing.models import (
     ModelShape,
@@ -30,58 +23,7 @@ from vllm_wt.testing.models import (
     save_checkpoint,
 )
 
-SUPPORT = Path(__file__).parent / "support"
 NEW_TOKENS = 8
-os.environ["UCX_NET_DEVICES"] = "lo"
-
-
-class Trainer:
-    """A trainer process; every call is answered by it or raises its error."""
-
-    def __init__(self, folder: Path, shape: ModelShape) -> None:
-        name = f"trainer-{uuid.uuid4().hex[:8]}.sock"
-        arguments = [str(folder), name, json.dumps(asdict(shape))]
-        self.process = subprocess.Popen(
-            [sys.executable, str(SUPPORT / "wt_trainer.py"), *arguments],
-            stdout=subprocess.DEVNULL,  # UCX logs there
-        )
-        self._path = folder / name
-        self._client: RelayClient | None = None
-
-    def wait_ready(self) -> Trainer:
-        """Until it answers: importing torch takes it seconds."""
-        self._client = self._connect(self._path)
-        return self
-
-    def _connect(self, path: Path) -> RelayClient:
-        for _ in range(600):
-            try:
-                return RelayClient(path)
-            except PeerDead:
-                if self.process.poll() is not None:
-                    raise
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(0.1)
-        raise AssertionError("the trainer process did not come up")
-
-    def call(self, method: str, *args: Any) -> Any:
-        assert self._client is not None
-        return self._client.call(method, *args)
-
-    def stop(self) -> None:
-        """Stop the process, as a debugger or a frozen host would."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(10)
-        if self._client is not None:
-            self._client.close()
 
 
 class Engine:
@@ -176,9 +118,6 @@ class Engine:
 
 def _make_engine(folder: Path, shape: ModelShape, tp: int) -> Iterator[Engine]:
     patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(SUPPORT))
-    python_path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
-    patch.setenv("PYTHONPATH", python_path)
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank) for rank in range(tp)))
     engine = Engine(folder, shape, tp)
     try:

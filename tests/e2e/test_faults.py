@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from trainers import in_background, wait_for
 
 from vllm_wt.errors import CorruptTransfer, PeerDead, Timeout, TornModel, TransportError
 
@@ -90,7 +89,7 @@ def test_trainer_killed_during_the_read(engine):
     old, digests = engine.tokens(), engine.checksums()
     engine.rpc("wt_hold_read")
     first.call("randomize", 320)
-    pushing = start_thread(lambda: first.call("push", 1))
+    pushing = in_background(lambda: first.call("push", 1))
     wait_for(lambda: all(s["state"] == "receiving" for s in engine.state()))
     first.kill()
     with pytest.raises(PeerDead):
@@ -184,16 +183,3 @@ def _new_trainer_syncs(engine, seed):
     assert engine.tokens() == engine.reference(checkpoint)
     assert [state["torn"] for state in engine.state()] == [False] * engine.tp
     engine.assert_in_step()
-
-
-def start_thread(function):
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(function)
-    executor.shutdown(wait=False)
-    return future
-
-
-def wait_for(condition):
-    """Bounded by the test's own timeout."""
-    while not condition():
-        time.sleep(0.02)

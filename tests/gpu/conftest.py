@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainers import Trainer
 
 from vllm_wt.clients.local import LocalClient
-from vllm_wt.clients.relay import RelayClient, RelayServer, engine_methods
-from vllm_wt.errors import PeerDead
+from vllm_wt.clients.relay import RelayServer, engine_methods
 from vllm_wt.testing.models import ModelShape, prompts, random_model, save_checkpoint
 
-SUPPORT = Path(__file__).parent / "support"
 NEW_TOKENS = 16
 
 
@@ -34,51 +27,6 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.dtype}-{'graphs' if self.graphs else 'eager'}"
-
-
-class Trainer:
-    """A trainer process; every call is answered by it or raises its error."""
-
-    def __init__(self, folder: Path, shape: ModelShape) -> None:
-        name = f"trainer-{uuid.uuid4().hex[:8]}.sock"
-        self._path = folder / name
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(SUPPORT / "gpu_trainer.py"),
-                str(folder),
-                name,
-                json.dumps(asdict(shape)),
-            ],
-            stdout=subprocess.DEVNULL,  # UCX logs there
-        )
-        self._client: RelayClient | None = None
-
-    def wait_ready(self) -> Trainer:
-        """Until it answers: importing torch takes it seconds."""
-        for _ in range(1200):
-            try:
-                self._client = RelayClient(self._path)
-                return self
-            except PeerDead:
-                if self._process.poll() is not None:
-                    raise
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(0.1)
-        raise AssertionError("the trainer process did not come up")
-
-    def call(self, method: str, *args: Any) -> Any:
-        assert self._client is not None
-        return self._client.call(method, *args)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(30)
-
-    def close(self) -> None:
-        self.kill()
-        if self._client is not None:
-            self._client.close()
 
 
 class Engine:
@@ -108,7 +56,7 @@ class Engine:
             "rdma",
             enforce_eager=not setting.graphs,
             max_num_seqs=8,
-            worker_extension_cls="wt_gpu.GpuExtension",
+            worker_extension_cls="wt_faults.FaultExtension",
         )
         self._lock = threading.RLock()  # an LLM takes one call at a time
         client = LocalClient(self.llm)
@@ -130,7 +78,7 @@ class Engine:
         return config.cudagraph_mode is not None and config.cudagraph_mode.name != "NONE"
 
     def trainer(self) -> Trainer:
-        self._trainers.append(Trainer(self.folder, self.shape))
+        self._trainers.append(Trainer(self.folder, self.shape, "cuda"))
         return self._trainers[-1].wait_ready()
 
     def tokens(self) -> list[list[int]]:
@@ -163,17 +111,9 @@ SETTINGS = [Setting("float32", graphs=False), Setting("float32", True), Setting(
 def shared_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    support = [str(SUPPORT), str(SUPPORT.parents[1] / "e2e" / "support")]
-    patch = pytest.MonkeyPatch()
-    for path in support:
-        patch.syspath_prepend(path)
-    python_path = os.pathsep.join(filter(None, [*support, os.environ.get("PYTHONPATH")]))
-    patch.setenv("PYTHONPATH", python_path)
-    patch.setenv("UCX_NET_DEVICES", "lo")
     engine = Engine(tmp_path_factory.mktemp("engine"), request.param)
     yield engine
     engine.close()
-    patch.undo()
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ the same setting that loads the same checkpoint, by its tokens and by digests of
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from trainers import in_background, wait_for
 
 from vllm_wt.errors import PeerDead
 from vllm_wt.testing.models import reference_tokens
@@ -47,7 +46,7 @@ def test_three_rounds_then_the_same_as_a_fresh_engine(
         assert (state["state"], state["version"], state["torn"]) == ("idle", version, False)
         assert state["meta"] == []
         print(engine.setting, result)
-    assert trainer.call("generation") == 1
+    assert trainer.call("registrations") == 1
     assert engine.rpc("wt_addresses") == addresses
     other = fresh(checkpoint)
     assert other.tokens() == seen[-1]
@@ -64,8 +63,8 @@ def test_a_trainer_killed_in_a_round_leaves_the_old_weights_and_a_new_one_syncs(
     old, digests = engine.tokens(), engine.rpc("wt_digests")
     first.call("randomize", 11)
     engine.rpc("wt_hold_read")
-    pushing = _start(lambda: first.call("push", 2))
-    _wait_for(lambda: engine.rpc("wt_state")["state"] == "receiving")
+    pushing = in_background(lambda: first.call("push", 2))
+    wait_for(lambda: engine.rpc("wt_state")["state"] == "receiving")
     first.kill()
     with pytest.raises(PeerDead):
         pushing.result(60)
@@ -85,16 +84,3 @@ def test_a_trainer_killed_in_a_round_leaves_the_old_weights_and_a_new_one_syncs(
     assert engine.rpc("wt_digests") == digests
     if engine.setting.dtype == "float32":
         assert tokens == reference_tokens(Path(checkpoint), engine.prompts, len(tokens[0]))
-
-
-def _start(function: Callable[[], Any]) -> Future[Any]:
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(function)
-    executor.shutdown(wait=False)
-    return future
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    """Bounded by the test's own timeout."""
-    while not condition():
-        time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A trainer process that a test drives over a relay: ``python wt_trainer.py FOLDER NAME SHAPE``."""
+"""A trainer process, driven over a relay: ``python wt_trainer.py FOLDER NAME SHAPE DEVICE``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vllm_wt.testing.models import ModelShape, random_model, randomize, save_che
 class Trainer:
     """The calls that a test can make."""
 
-    def __init__(self, folder: Path, shape: ModelShape) -> None:
+    def __init__(self, folder: Path, shape: ModelShape, device: str) -> None:
         self._folder = folder
-        self._model = random_model(shape, seed=0)
+        self._model = random_model(shape, seed=0).to(device)
         self._sync: WeightSync | None = None
         self.done = threading.Event()
 
@@ -70,7 +70,7 @@ class Trainer:
 
 def main() -> None:
     folder, name, shape = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    trainer = Trainer(folder, ModelShape(**shape))
+    trainer = Trainer(folder, ModelShape(**shape), sys.argv[4])
     methods = {
         method: getattr(trainer, method)
         for method in (

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from typing import Any
+
+import torch
 
 PHASES = ("open", "receive", "seal", "apply")
 
@@ -31,8 +35,6 @@ class FaultExtension:
 
     def wt_memory(self) -> dict[str, Any]:
         """Resident bytes, the arena's address and the number of threads."""
-        import threading
-
         import psutil
 
         engine = self.weight_transfer_engine.round._engine
@@ -43,10 +45,21 @@ class FaultExtension:
             "threads": threading.active_count(),
         }
 
+    def wt_digests(self) -> dict[str, str]:
+        """SHA-256 of every parameter and buffer as the kernels use it."""
+        model = self.model_runner.get_model()
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {
+            name: hashlib.sha256(_bytes_of(tensor)).hexdigest() for name, tensor in tensors.items()
+        }
+
+    def wt_addresses(self) -> dict[str, int]:
+        """Where every parameter lies: captured CUDA graphs read it there."""
+        model = self.model_runner.get_model()
+        return {name: param.data_ptr() for name, param in model.named_parameters()}
+
     def wt_hold_read(self) -> None:
         """The next read waits, chunk after chunk, until it is let go."""
-        import threading
-
         engine = self.weight_transfer_engine.round._engine
         original = engine._read
         self._let_go = threading.Event()
@@ -113,3 +126,8 @@ def _fail_load_halfway_once(model: Any) -> None:
         raise RuntimeError("injected into load_weights")
 
     model.load_weights = failing
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b""
