@@ -3,7 +3,14 @@
 import pytest
 
 from vllm_wt import errors
-from vllm_wt.errors import EngineError, PeerDead, WeightTransferError, from_text, to_text
+from vllm_wt.errors import (
+    EngineError,
+    PeerDead,
+    WeightTransferError,
+    WrongOrder,
+    from_text,
+    to_text,
+)
 
 
 def _all_classes() -> list[type[WeightTransferError]]:
@@ -56,3 +63,9 @@ def test_unknown_code_keeps_the_facts():
     error = from_text('WT-E99 {"code": "E99", "what": "new", "cure": "upgrade"}', where="x")
     assert type(error) is WeightTransferError
     assert (error.what, error.cure) == ("new", "upgrade")
+
+
+def test_an_error_that_quotes_another_keeps_its_own_class():
+    quoted = to_text(PeerDead("Gone"))
+    error = from_text(to_text(WrongOrder(f"It failed: {quoted}", got=quoted)), where="x")
+    assert type(error) is WrongOrder

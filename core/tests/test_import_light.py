@@ -34,6 +34,7 @@ def _heavy_after(module: str) -> list[str]:
         "vllm_wt.errors",
         "vllm_wt.registry",
         "vllm_wt.bridge",
+        "vllm_wt.cli",
     ],
 )
 def test_imports_nothing_heavy(module):

@@ -218,10 +218,22 @@ def test_get_takes_the_name_in_vllm(site):
     assert found.get("wt_fast") is found.get("fast")
 
 
-def test_get_prefers_the_exact_name(site):
+def test_a_name_that_is_vllms_spelling_of_another(site):
     install(site, "fast", good_source("fast"))
     install(site, "wt_fast", good_source("wt_fast"))
-    assert _load(site).get("wt_fast").spec.name == "wt_fast"
+    found = _load(site)
+    assert found.get("wt_fast").spec.name == "fast"
+    [failure] = found.failures
+    assert failure.name == "wt_fast"
+    assert "wt_ is how vLLM spells our names" in failure.error
+
+
+def test_get_of_a_backend_that_the_allow_list_leaves_out(site, monkeypatch):
+    install(site, "fast", good_source("fast"))
+    monkeypatch.setenv("VLLM_WT_PLUGINS", "other")
+    with pytest.raises(BackendUnavailable) as caught:
+        _load(site).get("fast")
+    assert caught.value.cure == "name it in VLLM_WT_PLUGINS, or unset that"
 
 
 @pytest.mark.parametrize("name", ["slow", "wt_slow"])

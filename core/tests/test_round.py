@@ -562,6 +562,59 @@ def test_init_names_the_calls_that_close_what_was_left(pair, left):
     _sync(pair, 3)
 
 
+class _MissesAVote:
+    """A rank whose peer is not heard at one exchange, after which it is heard of that one."""
+
+    rank, size = 1, 2
+
+    def __init__(self, miss: int) -> None:
+        self._left = miss
+
+    def exchange(self, report: Report, seconds: float) -> list[Report]:
+        self._left -= 1
+        if self._left == 0:
+            raise Timeout("The ranks of the engine could not agree")
+        return [report, report]
+
+
+@pytest.mark.parametrize("op", ["open", "seal"])
+def test_a_vote_that_was_not_heard_ends_the_round(loader, op):
+    worker = WorkerRound(StubEngine(1, 2), loader, _MissesAVote({"open": 3, "seal": 4}[op]))
+    connected(worker).start()
+    if op == "seal":
+        worker.update(update_info("open"))
+    with pytest.raises(Timeout, match="could not agree"):
+        worker.update(update_info(op))
+    assert worker.state is State.IDLE
+    worker.finish()
+    assert loader.weights == {}
+    assert worker.version is None
+
+
+def test_no_commit_where_the_others_do_not_confirm_the_seal(loader):
+    worker = WorkerRound(StubEngine(1, 2), loader, _MissesAVote(5))
+    connected(worker).start()
+    worker.update(update_info("open"))
+    worker.update(update_info("seal"))
+    with pytest.raises(Timeout, match="could not agree"):
+        worker.finish()
+    assert loader.weights == {}
+    assert not worker.torn
+
+
+def test_a_report_on_another_step_is_not_taken_for_this_ones(loader):
+    class Late:
+        rank, size = 1, 2
+
+        def exchange(self, report, seconds):
+            return [Report(None, False, "0 update_weights"), report]
+
+    worker = WorkerRound(StubEngine(1, 2), loader, Late())
+    with pytest.raises(TransportError, match="out of step") as error:
+        worker.init(init_info())
+    assert (error.value.expected, error.value.got) == ("1 init", "0 update_weights")
+
+
 @pytest.mark.parametrize(
     ("active", "calls"),
     [

@@ -238,7 +238,7 @@ def from_text(text: str, *, where: str) -> WeightTransferError:
     Returns:
         The typed error, or :class:`EngineError` with the engine's words.
     """
-    for match in _LINE.finditer(text):
+    for match in reversed(list(_LINE.finditer(text))):  # ours is last; a quoted one comes before it
         try:
             facts, _ = json.JSONDecoder().raw_decode(text, match.end())
             return from_facts(facts)

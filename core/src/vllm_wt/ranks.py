@@ -7,7 +7,7 @@ other replies in their queues, and later calls get earlier answers (seen in 0.32
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -24,18 +24,24 @@ _LEAST_S = 0.001
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says after a step: its error's facts, and whether vLLM holds a round open on it."""
+    """What one rank says after a step.
+
+    Args:
+        error: Facts of its error, or None.
+        active: Whether vLLM holds a round open on it.
+        step: Which step it speaks of; a late report of another step must not be taken for this one's.
+    """
 
     error: dict[str, Any] | None
     active: bool
+    step: str = ""
 
     def encode(self) -> bytes:
-        return json.dumps({"error": self.error, "active": self.active}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Report:
-        decoded = json.loads(data)
-        return cls(decoded["error"], decoded["active"])
+        return cls(**json.loads(data))
 
 
 class Ranks(Protocol):
@@ -80,7 +86,7 @@ class GroupRanks:
         data = report.encode()
         if len(data) > _PAYLOAD - 4 and report.error is not None:
             facts = {name: report.error[name] for name in ("code", "what")}  # these always fit
-            data = Report(facts, report.active).encode()
+            data = replace(report, error=facts).encode()
         mine = torch.zeros(_PAYLOAD, dtype=torch.uint8)
         framed = len(data).to_bytes(4, "little") + data
         mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
@@ -99,6 +105,6 @@ class GroupRanks:
             ) from error
         reports = []
         for part in parts:
-            raw = bytes(part.tolist())
+            raw = part.numpy().tobytes()
             reports.append(Report.decode(raw[4 : 4 + int.from_bytes(raw[:4], "little")]))
         return reports

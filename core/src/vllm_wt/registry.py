@@ -51,6 +51,8 @@ class Registry:
 
     backends: dict[str, Backend] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    left_out: frozenset[str] = frozenset()
+    """Names that the allow-list leaves out."""
     hooks: pluggy.PluginManager = field(
         default_factory=lambda: pluggy.PluginManager(hookspecs.PROJECT)
     )
@@ -62,7 +64,7 @@ class Registry:
             PluginError: The package is installed but broken.
             BackendUnavailable: No package provides it.
         """
-        short = name.removeprefix("wt_") if name not in self.backends else name
+        short = name.removeprefix("wt_")
         if short in self.backends:
             return self.backends[short]
         for failure in self.failures:
@@ -77,7 +79,9 @@ class Registry:
             f"There is no backend {short!r}",
             backend=short,
             expected=f"one of {sorted(self.backends)}",
-            cure=f"pip install vllm-wt-{short}",
+            cure=f"name it in {ALLOW_LIST}, or unset that"
+            if short in self.left_out
+            else f"pip install vllm-wt-{short}",
         )
 
 
@@ -92,6 +96,7 @@ def load(entry_points: Iterable[metadata.EntryPoint] | None = None) -> Registry:
     allowed = os.environ.get(ALLOW_LIST)
     if allowed is not None:
         wanted = {name.strip() for name in allowed.split(",")}
+        registry.left_out = frozenset(point.name for point in found) - wanted
         found = [point for point in found if point.name in wanted]
     owners = Counter(point.name for point in found)
     for point in sorted(found, key=lambda point: point.name):
@@ -165,8 +170,8 @@ def _owner(point: metadata.EntryPoint) -> tuple[str, str]:
 
 def _load_one(hooks: pluggy.PluginManager, point: metadata.EntryPoint) -> BackendSpec:
     module = point.load()
-    hooks.register(module, name=point.name)
     try:
+        hooks.register(module, name=point.name)
         hooks.check_pending()
         answers = hooks.subset_hook_caller(
             "vllm_wt_backend",
@@ -181,7 +186,9 @@ def _load_one(hooks: pluggy.PluginManager, point: metadata.EntryPoint) -> Backen
                 f"entry point {point.name!r} describes a backend called {answers[0].name!r}"
             )
     except BaseException:
-        hooks.unregister(module)
+        # By name: a module that failed half-way through is known by nothing else to pluggy 1.5.
+        if hooks.has_plugin(point.name):
+            hooks.unregister(name=point.name)
         raise
     return answers[0]
 

@@ -115,6 +115,7 @@ class WorkerRound:
         self._receive: _Receive | None = None
         self._update: UpdateInfo | None = None
         self._start_error: WeightTransferError | None = None
+        self._steps = 0
         self._active = False  # mirrors vLLM's own flag, which refuses start or finish out of turn
         self.state = State.IDLE
         self.torn = False
@@ -129,7 +130,7 @@ class WorkerRound:
         Raises:
             StaleRound: It has; ``expected`` lists the calls that close it, to be made first.
         """
-        reports = self._ranks.exchange(Report(None, self._active), INIT_S)
+        reports = self._exchange("init", None, INIT_S)
         closing = _closing_calls([report.active for report in reports])
         if closing:
             if self._speaks:
@@ -190,6 +191,9 @@ class WorkerRound:
         if self.state is not State.SEALED or self._staging is None or self._update is None:
             self._abandon("closed before it was sealed")
             self._active = False
+            return
+        # A vote on the seal that some rank did not hear of must not end in a commit of the others.
+        if not self._agreed("finish_weight_update", None, _GRACE_S):
             return
         version = self._update.version
         error: WeightTransferError | None = None
@@ -349,8 +353,7 @@ class WorkerRound:
 
     def _agreed(self, phase: str, error: WeightTransferError | None, seconds: float) -> bool:
         """Whether every rank has succeeded. If not, clean up, and raise on the highest rank."""
-        facts = error.facts() if error is not None else None
-        reports = self._ranks.exchange(Report(facts, self._active), seconds + _GRACE_S)
+        reports = self._exchange(phase, error, seconds)
         failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
         if not failed:
             return True
@@ -364,6 +367,29 @@ class WorkerRound:
                 self._active = False
             raise first
         return False
+
+    def _exchange(
+        self, phase: str, error: WeightTransferError | None, seconds: float
+    ) -> list[Report]:
+        """Every rank's report on this step; nothing stays open when they cannot be had."""
+        self._steps += 1
+        step = f"{self._steps} {phase}"
+        report = Report(error.facts() if error is not None else None, self._active, step)
+        try:
+            reports = self._ranks.exchange(report, seconds + _GRACE_S)
+            if others := sorted({r.step for r in reports} - {step}):
+                raise TransportError(
+                    "The ranks of this engine have fallen out of step",
+                    where=f"rank {self._ranks.rank} of {self._ranks.size}",
+                    expected=step,
+                    got=", ".join(others),
+                    backend=self._backend,
+                    cure="restart the engine",
+                )
+        except BaseException:
+            self._abandon("the ranks could not agree")
+            raise
+        return reports
 
     def _abandon(self, reason: str) -> None:
         if self._receive is not None and self._receive.running:

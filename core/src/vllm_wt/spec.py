@@ -53,8 +53,15 @@ class BackendSpec:
     contract: int = CONTRACT_VERSION
 
     def __post_init__(self) -> None:
+        if self.contract != CONTRACT_VERSION:
+            raise ValueError(
+                f"backend {self.name!r} was written against contract {self.contract}, "
+                f"this vllm-wt has {CONTRACT_VERSION}; install a matching release of it"
+            )
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"backend name {self.name!r} does not match {_NAME.pattern}")
+        if self.name.startswith("wt_"):
+            raise ValueError(f"backend name {self.name!r}: wt_ is how vLLM spells our names")
         if not isinstance(self.kind, Kind):
             raise ValueError(f"backend {self.name!r} has kind {self.kind!r}, which is no Kind")
         wanted = {"transport"} if self.kind is Kind.TRANSPORT else {"worker", "trainer"}
@@ -69,8 +76,3 @@ class BackendSpec:
             path = getattr(self, field)
             if path is not None and not _PATH.fullmatch(path):
                 raise ValueError(f"{field}={path!r} is not of the form 'package.module:Class'")
-        if self.contract != CONTRACT_VERSION:
-            raise ValueError(
-                f"backend {self.name!r} was written against contract {self.contract}, "
-                f"this vllm-wt has {CONTRACT_VERSION}; install a matching release of it"
-            )

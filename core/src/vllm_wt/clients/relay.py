@@ -80,13 +80,14 @@ class RelayServer:
     def close(self) -> None:
         """Stop serving: the call in progress is answered, then every client hung up on. Idempotent."""
         with self._lock:
-            self._stopped = True
+            first, self._stopped = not self._stopped, True
             serving = dict(self._serving)
         for connection in (self._listener, *serving.values()):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)  # wakes accept and readline
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+        if first:  # by the second time another server may be there
+            self._path.unlink(missing_ok=True)
         if threading.current_thread() in serving:
             return  # a method closes its own server
         deadline = Deadline(_CLOSE_S)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ModelShape:
 
 def random_model(shape: ModelShape, seed: int) -> Any:
     """A ``transformers`` Qwen3 with random weights of a scale at which tokens vary."""
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     head_dim = 32
@@ -51,6 +53,8 @@ def random_model(shape: ModelShape, seed: int) -> Any:
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """New random weights, in place: matrices of unit gain, norms around one."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -71,6 +75,8 @@ def save_checkpoint(model: Any, directory: Path) -> None:
 
 def prompts(shape: ModelShape, count: int = 4, length: int = 8) -> list[list[int]]:
     """Prompts of token ids, the same at each call."""
+    import torch
+
     generator = torch.Generator().manual_seed(1234)
     ids = torch.randint(0, shape.vocab, (count, length), generator=generator)
     return [[int(token) for token in row] for row in ids]
@@ -80,6 +86,7 @@ def reference_tokens(
     directory: Path, prompt_ids: list[list[int]], new_tokens: int
 ) -> list[list[int]]:
     """Greedy continuations of a checkpoint by transformers, which shares no code with vLLM."""
+    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
