@@ -19,7 +19,7 @@ OLD, NEW, OTHER = [[1, 2]], [[3, 4]], [[5, 6]]
     [(NEW, NEW, True), (OTHER, NEW, False), (OLD, OLD, False), (OLD, NEW, False)],
     ids=["right", "wrong", "nothing changed", "still the old weights"],
 )
-def test_verified(monkeypatch, tmp_path, capsys, engine, reference, verified):
+def test_verified(monkeypatch, tmp_path, capfd, engine, reference, verified):
     monkeypatch.setattr(engines, "greedy_tokens", lambda llm, prompts, count: engine)
     monkeypatch.setattr(demo, "reference_tokens", lambda folder, prompts, count: reference)
     arguments = argparse.Namespace(rounds=1, tp=1, backend="rdma")
@@ -27,6 +27,6 @@ def test_verified(monkeypatch, tmp_path, capsys, engine, reference, verified):
         run = demo._Demo(arguments, ModelShape(), tmp_path, screen)
         run._previous = OLD
         run._report({"version": 1, "nbytes": 8, "wire_s": 0.1})
-    assert json.loads(capsys.readouterr().out)["verified"] is verified
+    assert json.loads(capfd.readouterr().out)["verified"] is verified
     assert run.exit_code(trainer_code=0) == (0 if verified else 1)
     assert run.exit_code(trainer_code=9) == 1

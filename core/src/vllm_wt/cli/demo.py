@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     registry.default().get(arguments.backend)
     # Set before vllm is imported: its start-up talks a lot, and none of it is about the demo.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -161,6 +162,7 @@ class _Screen:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
         self._json = as_json
+        self._stdout = os.dup(1)
         self._console = Console(stderr=as_json, soft_wrap=True, highlight=False)
         self._progress = Progress(
             SpinnerColumn(),
@@ -175,11 +177,15 @@ class _Screen:
         self._task = self._progress.add_task("", total=rounds)
 
     def __enter__(self) -> _Screen:
+        if self._json:
+            os.dup2(2, 1)  # vLLM's workers and UCX write to stdout too
         self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
+        os.dup2(self._stdout, 1)
+        os.close(self._stdout)
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -193,7 +199,7 @@ class _Screen:
     def round(self, report: dict[str, Any], rounds: int) -> None:
         self._progress.update(self._task, completed=report["version"], description="syncing")
         if self._json:
-            print(json.dumps(report), flush=True)
+            os.write(self._stdout, json.dumps(report).encode() + b"\n")
             return
         stages = "  ".join(
             f"{name} {1000 * report[f'{name}_s']:.1f} ms"
