@@ -464,3 +464,25 @@ def test_failed_connection_leaves_no_file(path):
     with pytest.raises(PeerDead) as caught:
         RelayClient(path)
     assert _open_files() == files, caught  # while the error, and so the client, still lives
+
+
+def test_a_call_that_was_interrupted_leaves_no_answer_for_the_next(path, monkeypatch):
+    server = RelayServer(path, {"echo": lambda value: value})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+
+    class Interrupted:
+        def __init__(self, lines):
+            self._lines = lines
+
+        def readline(self, size):
+            raise KeyboardInterrupt
+
+        def close(self):
+            self._lines.close()
+
+    monkeypatch.setattr(client, "_lines", Interrupted(client._lines))
+    with pytest.raises(KeyboardInterrupt):
+        client.call("echo", 1)
+    with pytest.raises(PeerDead):
+        client.call("echo", 2)
+    server.close()

@@ -383,6 +383,31 @@ def test_a_new_trainer_replaces_the_first(worker, loader):
     assert worker.version == 1
 
 
+def test_no_trainer_connects_while_an_earlier_ones_receive_lives(
+    worker, engine, loader, monkeypatch
+):
+    """It would read its own trainer's weights into the new one's round."""
+    monkeypatch.setattr("vllm_wt.round._ABORT_S", 0.01)
+    frozen, receive = threading.Event(), engine.receive_weights
+
+    def stuck(update_info, load_weights):
+        frozen.wait(10)
+
+    engine.receive_weights = stuck
+    connected(worker).start()
+    worker.update(update_info("open"))
+    thread = worker._receive
+    worker.finish()
+    with pytest.raises(TransportError, match="not come to its end"):
+        worker.init(init_info("s2"))
+    assert engine.calls.count("init") == 1
+    frozen.set()
+    thread.join(10)
+    engine.receive_weights = receive
+    commit(connected(worker), 1)
+    assert_loaded(loader)
+
+
 def test_a_round_left_open_is_named_at_init(worker, engine):
     engine.go.clear()
     connected(worker).start()

@@ -259,7 +259,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         for name, tensor in self.source:
             metas.append(meta_of(name, tensor))
             if tensor.numel():
-                buffers.append(tensor if tensor.is_contiguous() else self._copy(name, tensor))
+                buffers.append(tensor if _is_plain(tensor) else self._copy(name, tensor))
         return Manifest(tuple(metas)), buffers
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -278,17 +278,18 @@ class PullTrainer(TrainerWeightTransferEngine):
             torch.cuda.synchronize(buffers[0].device)  # readers see memory, not our streams
         places = [buffer.data_ptr() for buffer in buffers]
         with self._lock:
-            if self._transport is not None and places == [place for place, _ in self._exposed]:
+            if self._region is not None and places == [place for place, _ in self._exposed]:
                 return
             if self._transport is None:
                 device = buffers[0].device if buffers else torch.device("cpu")
                 self._transport = self._transport_cls(f"trainer-{self._session[:12]}", device)
             elif self._region is not None:
+                former, self._region = self._region, None  # gone, whatever fails from here on
                 self._transport.revoke(self._generation)
-                self._transport.unregister(self._region)
+                self._transport.unregister(former)
+            self._region = self._transport.register([as_bytes(buffer) for buffer in buffers])
             # Holding the tensors keeps their memory from being freed under a reader.
             self._exposed = list(zip(places, buffers, strict=True))
-            self._region = self._transport.register([as_bytes(buffer) for buffer in buffers])
             self._generation += 1
 
     def _handle(self) -> Handle:
@@ -297,6 +298,11 @@ class PullTrainer(TrainerWeightTransferEngine):
         with self._lock:
             body = self._transport.expose(self._region, self._generation)
         return Handle.wrap(f"trainer-{self._session[:12]}", self._generation, body)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values, in order; torch negates and conjugates lazily."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _seconds(deadline: Deadline) -> float:

@@ -228,6 +228,7 @@ class WorkerRound:
 
     def _connect(self, info: InitInfo) -> None:
         self._abandon("a new trainer connects")
+        self._require_no_receive()
         manifest = info.manifest()
         self._loader.rehearse(manifest)
         self._engine.init_transfer_engine(info)
@@ -271,11 +272,7 @@ class WorkerRound:
                 expected=f"more than {self.version}",
                 got=info.version,
             )
-        if self._receive is not None and self._receive.running:
-            raise TransportError(
-                "The receive of an earlier round has not come to its end yet",
-                cure="try again shortly; restart the engine if it lasts",
-            )
+        self._require_no_receive()
         staging = Staging(self._manifest)
         self._update, self._staging = info, staging
         self._receive = _Receive(
@@ -284,6 +281,14 @@ class WorkerRound:
             Deadline(info.deadline_s),
         )
         self.state = State.RECEIVING
+
+    def _require_no_receive(self) -> None:
+        """An earlier receive that outlived its abort would read, and write, for its own trainer."""
+        if self._receive is not None and self._receive.running:
+            raise TransportError(
+                "The receive of an earlier round has not come to its end yet",
+                cure="try again shortly; restart the engine if it lasts",
+            )
 
     def _require_receiving(self, info: UpdateInfo) -> _Receive:
         if self.state is not State.RECEIVING or self._receive is None or self._update is None:

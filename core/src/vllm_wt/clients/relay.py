@@ -196,6 +196,9 @@ class RelayClient:
             ) from error
         except (OSError, ValueError) as error:
             raise PeerDead(f"The engine's process has gone: {error}", where=method) from error
+        except BaseException:
+            self.close()  # or the next call would be given this one's answer
+            raise
         if not line.endswith(b"\n"):
             raise PeerDead("The engine's process has gone", where=method)
         match _parsed(line):
