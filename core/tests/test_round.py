@@ -420,6 +420,17 @@ def test_a_round_left_open_is_named_at_init(worker, engine):
     worker.init(init_info("s2"))
 
 
+def test_closing_a_sealed_round_of_a_dead_trainer_commits_nothing(worker, loader):
+    connected(worker).start()
+    worker.update(update_info("all"))
+    with pytest.raises(StaleRound):
+        worker.init(init_info("s2"))
+    worker.finish()
+    assert loader.weights == {}
+    assert worker.version is None
+    worker.init(init_info("s2"))
+
+
 def test_shutdown_twice_then_init(worker, engine):
     connected(worker)
     worker.shutdown()

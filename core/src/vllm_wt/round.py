@@ -133,6 +133,8 @@ class WorkerRound:
         reports = self._exchange("init", None, INIT_S)
         closing = _closing_calls([report.active for report in reports])
         if closing:
+            # The calls that close it end in a finish, which must not commit what was sealed.
+            self._abandon("a new trainer connects")
             if self._speaks:
                 raise StaleRound(
                     "An earlier trainer left a round open on this engine",
