@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from vllm_wt.cli import demo
+from vllm_wt.cli import demo, main
 from vllm_wt.testing import engines
 from vllm_wt.testing.models import ModelShape
 
@@ -30,3 +30,11 @@ def test_verified(monkeypatch, tmp_path, capfd, engine, reference, verified):
     assert json.loads(capfd.readouterr().out)["verified"] is verified
     assert run.exit_code(trainer_code=0) == (0 if verified else 1)
     assert run.exit_code(trainer_code=9) == 1
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--tp", "--hidden", "--layers", "--vocab"])
+def test_a_number_below_one_is_refused_before_anything_starts(option, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", option, "0"])
+    assert caught.value.code == 2
+    assert f"argument {option}: 0 is less than 1" in capsys.readouterr().err

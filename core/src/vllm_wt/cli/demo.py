@@ -31,14 +31,23 @@ _TRAINER_S = 600.0
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("demo", help="sync a random model into a real vLLM engine")
     parser.add_argument("--backend", default="rdma", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="layers (%(default)s)")
-    parser.add_argument("--vocab", type=int, default=2048, help="vocabulary (%(default)s)")
+    parser.add_argument("--rounds", type=_positive, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--tp", type=_positive, default=1, help="tensor-parallel size (%(default)s)"
+    )
+    parser.add_argument("--hidden", type=_positive, default=256, help="hidden size (%(default)s)")
+    parser.add_argument("--layers", type=_positive, default=4, help="layers (%(default)s)")
+    parser.add_argument("--vocab", type=_positive, default=2048, help="vocabulary (%(default)s)")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding")
     parser.add_argument("--json", action="store_true", help="one JSON object a round")
     parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
