@@ -18,6 +18,8 @@ _DELIVERED_S = 0.001
 _POLL_FIRST_S, _POLL_MAX_S = 0.25, 2.0
 """Seconds before the first question to the engine whether its receive still runs, and the most
 between two of them: with async scheduling such a call drains the batches in flight."""
+_CLOSING = {"start": "start_weight_update", "finish": "finish_weight_update"}
+"""What a `StaleRound` may ask for."""
 
 
 class WeightSyncClient(Protocol):
@@ -75,7 +77,7 @@ class EngineLink:
             try:
                 self._call("init_weight_transfer_engine", info.to_wire())
             except StaleRound as stale:
-                self._close_stale(str(stale.expected))
+                self._close(*str(stale.expected).split(","))
                 self._call("init_weight_transfer_engine", info.to_wire())
         self._known = self._trainer.generation
         world_size = getattr(self.client, "world_size", None)
@@ -84,7 +86,8 @@ class EngineLink:
     def deliver(self, version: int, deadline: Deadline) -> Stages:
         """One round: start, open, wait, seal, finish.
 
-        After an error the engine has its old weights, unless :attr:`torn`.
+        After an error the engine has its old weights, unless :attr:`torn`, or unless it was the
+        answer to the seal that got lost: the finish that closes the round then commits it.
         """
         trainer = self._trainer
         began = time.perf_counter()
@@ -101,14 +104,16 @@ class EngineLink:
                 self._update("seal", deadline)
                 self._known = generation
             except BaseException:
-                self._close_after_failed_update()
+                # vLLM has cleared its flag on the rank that raised and on no other; this clears the
+                # others, and raises on that one rank, which keeps the replies in step.
+                self._close("finish")
                 raise
             sealed = time.perf_counter()
             try:
                 self._call("finish_weight_update", str(version))
             except BaseException:
                 self.torn = True
-                self._close_stale("start,finish")
+                self._close("start", "finish")
                 raise
         self.torn = False
         done = time.perf_counter()
@@ -138,17 +143,11 @@ class EngineLink:
         info = self._trainer.update_info(op, deadline, known=self._known)
         self._call("update_weights", info.to_wire())
 
-    def _close_after_failed_update(self) -> None:
-        # vLLM has cleared its own flag on the rank that raised and on no other; this finish clears
-        # the others, and raises on that one rank, which keeps the replies in step.
-        self._quietly("finish_weight_update")
-
-    def _close_stale(self, calls: str) -> None:
-        for call in calls.split(","):
-            if call == "start":
-                self._quietly("start_weight_update")
-            elif call == "finish":
-                self._quietly("finish_weight_update")
+    def _close(self, *calls: str) -> None:
+        """Make the calls that clear vLLM's flag on all ranks; see docs/decisions.md."""
+        for call in calls:
+            if call in _CLOSING:
+                self._quietly(_CLOSING[call])
 
     def _quietly(self, method: str) -> None:
         # vLLM's own gate may refuse it; the error that led here is the one to report.

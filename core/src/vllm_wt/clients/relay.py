@@ -183,8 +183,9 @@ class RelayClient:
             CorruptTransfer: It did not answer in the form above; the connection is closed then.
             WeightTransferError: What the method raised, typed.
         """
+        request = json.dumps({"method": method, "args": args}).encode() + b"\n"
         try:
-            self._socket.sendall(json.dumps({"method": method, "args": args}).encode() + b"\n")
+            self._socket.sendall(request)
             line = self._lines.readline(_MAX_LINE)
         except TimeoutError as error:
             self.close()
