@@ -13,16 +13,18 @@ from vllm_wt.spec import BackendSpec, Kind
 
 if TYPE_CHECKING:
     from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
-    from vllm_wt.session import PushResult, WeightSync
-    from vllm_wt.source import ModuleSource, StateDictSource, WeightSource
+    from vllm_wt.session import EngineStatus, PushResult, WeightSync
+    from vllm_wt.source import ModuleSource, SafetensorsSource, StateDictSource, WeightSource
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendSpec",
+    "EngineStatus",
     "Kind",
     "ModuleSource",
     "PushResult",
+    "SafetensorsSource",
     "StateDictSource",
     "TrainerWeightTransferEngine",
     "WeightSource",
@@ -33,8 +35,10 @@ __all__ = [
 ]
 
 _LAZY = {
+    "EngineStatus": "vllm_wt.session",
     "ModuleSource": "vllm_wt.source",
     "PushResult": "vllm_wt.session",
+    "SafetensorsSource": "vllm_wt.source",
     "StateDictSource": "vllm_wt.source",
     "TrainerWeightTransferEngine": "vllm_wt.engine",
     "WeightSource": "vllm_wt.source",

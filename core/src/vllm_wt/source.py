@@ -2,80 +2,44 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vllm_wt.errors import InvalidInfo
-from vllm_wt.manifest import Manifest
-from vllm_wt.packing import meta_of
+from vllm_wt.sources.base import WeightSource
+from vllm_wt.sources.files import SafetensorsSource
+from vllm_wt.sources.tensors import ModuleSource, PairsSource, StateDictSource
+from vllm_wt.sources.vllm_source import VllmSource, is_vllm_source
 
+__all__ = [
+    "ModuleSource",
+    "PairsSource",
+    "SafetensorsSource",
+    "StateDictSource",
+    "VllmSource",
+    "WeightSource",
+    "as_source",
+]
 
-class WeightSource(ABC):
-    """The trainer's weights, under the names that the checkpoint has.
-
-    Both channels must agree element for element, and every pass must yield the same order: ranks
-    that share a tensor gather it with a collective.
-    """
-
-    @abstractmethod
-    def manifest(self) -> Manifest:
-        """Names, dtypes and full shapes, without moving any data."""
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A fresh pass over ``(name, full tensor)`` in manifest order.
-
-        A tensor that exists in full is yielded itself, not a copy: one-sided backends expose it
-        in place.
-        """
-
-
-class StateDictSource(WeightSource):
-    """Weights of a mapping of names to full tensors, read anew at each pass.
-
-    Args:
-        state: The mapping; its tensors may change in place or be replaced between rounds.
-    """
-
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._state = state
-
-    def manifest(self) -> Manifest:
-        return Manifest(tuple(meta_of(name, tensor) for name, tensor in self._state.items()))
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._state.items():
-            yield name, tensor.detach()
-
-
-class ModuleSource(WeightSource):
-    """Parameters of a module, each storage once, as ``module.named_parameters()`` yields them.
-
-    Args:
-        module: A plain module whose parameters have the checkpoint's names.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def manifest(self) -> Manifest:
-        return Manifest(
-            tuple(meta_of(name, param) for name, param in self._module.named_parameters())
-        )
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, param in self._module.named_parameters():
-            yield name, param.detach()
+_ACCEPTED = (
+    "a WeightSource, a torch.nn.Module, a mapping of names to tensors, a list of (name, tensor) "
+    "pairs, or vLLM's own WeightSource"
+)
 
 
 def as_source(source: Any) -> WeightSource:
-    """A source for what the caller has: a source, a module or a state dict.
+    """A source for what the caller has.
+
+    Args:
+        source: A `WeightSource`; a ``torch.nn.Module``, plain or with DTensors; a mapping of names
+            to tensors; a list or another sequence of ``(name, tensor)`` pairs, or
+            ``state.items()``; or a ``WeightSource`` of any vLLM release.
 
     Raises:
-        InvalidInfo: None of these.
+        InvalidInfo: None of these, among them a generator, which could be walked only once.
     """
     if isinstance(source, WeightSource):
         return source
@@ -83,9 +47,27 @@ def as_source(source: Any) -> WeightSource:
         return ModuleSource(source)
     if isinstance(source, Mapping):
         return StateDictSource(source)
+    if is_vllm_source(source):
+        return VllmSource(source)
+    if isinstance(source, Sequence | ItemsView) and not isinstance(source, str | bytes):
+        return PairsSource(source)
     raise InvalidInfo(
         "This cannot be a source of weights",
         where="source",
-        expected="a WeightSource, a torch.nn.Module or a mapping of names to tensors",
-        got=type(source).__name__,
+        expected=_ACCEPTED,
+        got=f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__,
+        cure=_cure(source),
     )
+
+
+def _cure(source: Any) -> str | None:
+    if isinstance(source, Iterator):
+        return (
+            "it can be walked only once, and every push is a pass: give the module or the state "
+            "dict itself, or a list"
+        )
+    if isinstance(source, str | os.PathLike):
+        return "give vllm_wt.source.SafetensorsSource(folder) for a checkpoint folder"
+    if isinstance(source, type):
+        return "give an instance"
+    return None
