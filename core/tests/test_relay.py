@@ -1,30 +1,37 @@
 """Calls across a local socket, between threads of this process and to another one."""
 
 import contextlib
+import errno
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from vllm_wt.clients import relay
+from vllm_wt.clients.limits import call_limit_s
 from vllm_wt.clients.relay import ENGINE_METHODS, RelayClient, RelayServer, engine_methods
 from vllm_wt.errors import (
     CorruptTransfer,
     EngineError,
     InvalidInfo,
     PeerDead,
-    StaleRound,
+    Superseded,
     Timeout,
     TornModel,
 )
 
 SCRIPT = Path(__file__).parent / "support" / "relay_process.py"
 LIMIT_S = 60
+DEEP = b"[" * 100_000
+"""Too deep for Python's JSON reader."""
 
 
 class Methods:
@@ -126,6 +133,12 @@ def test_engine_methods_reach_the_engine(path):
         def world_size(self):
             return 2
 
+        def weight_version(self):
+            return "v7"
+
+        def configured_backend(self):
+            return "rdma"
+
         def generate(self):
             raise AssertionError("not for a trainer")
 
@@ -139,6 +152,7 @@ def test_engine_methods_reach_the_engine(path):
     client.finish_weight_update("v7")
     client.finish_weight_update()
     assert client.world_size() == 2
+    assert client.weight_version() == "v7"
     client.close()
     server.close()
     assert calls == [
@@ -150,11 +164,92 @@ def test_engine_methods_reach_the_engine(path):
     ]
 
 
-def test_engine_without_world_size():
-    class Engine:
-        def start_weight_update(self): ...
+class FourMethods:
+    """No more than vLLM's own."""
 
-    assert list(engine_methods(Engine())) == ["start_weight_update"]
+    def init_weight_transfer_engine(self, info): ...
+
+    def start_weight_update(self): ...
+
+    def update_weights(self, info): ...
+
+    def finish_weight_update(self, version=None): ...
+
+
+def test_engine_with_the_four_methods_only():
+    assert tuple(engine_methods(FourMethods())) == ENGINE_METHODS[:4]
+
+
+def test_a_bare_llm_is_no_client():
+    class LLM(FourMethods):  # what a vllm.LLM looks like
+        llm_engine = object()
+
+    with pytest.raises(InvalidInfo) as caught:
+        engine_methods(LLM())
+    assert str(caught.value) == (
+        "LLM is an engine, whose methods have other arguments than a client's. Where: client. "
+        "Expected: a client of the engine. Got: LLM. "
+        "Cure: pass vllm_wt.clients.local.LocalClient(llm)."
+    )
+
+
+@pytest.mark.parametrize("lacking", ENGINE_METHODS[:4])
+def test_what_lacks_a_method_is_no_client(monkeypatch, lacking):
+    monkeypatch.setattr(FourMethods, lacking, None)
+    with pytest.raises(InvalidInfo) as caught:
+        engine_methods(FourMethods())
+    assert str(caught.value) == (
+        "FourMethods is no client of an engine. Where: client. "
+        f"Expected: the methods {', '.join(ENGINE_METHODS[:4])}. Got: none called {lacking}. "
+        "Cure: pass vllm_wt.clients.local.LocalClient(llm) for a vllm.LLM."
+    )
+
+
+@pytest.mark.parametrize("answer", [0, -1, True, 2.0, "2", [2]])
+def test_number_of_workers_is_checked(path, answer):
+    server = RelayServer(path, {"world_size": lambda: answer})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    with pytest.raises(CorruptTransfer) as caught:
+        client.world_size()
+    assert str(caught.value) == (
+        "The engine did not say how many workers it has. Where: world_size. "
+        f"Expected: a whole number, 1 or more. Got: {answer!r}. "
+        "Cure: check that this is the address of a vLLM engine."
+    )
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("method", ["weight_version", "configured_backend"])
+@pytest.mark.parametrize(("answer", "error"), [(None, None), ("v1", None), (7, CorruptTransfer)])
+def test_texts_are_checked(path, method, answer, error):
+    server = RelayServer(path, {method: lambda: answer})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    if error is None:
+        assert getattr(client, method)() == answer
+    else:
+        with pytest.raises(error, match=r"Expected: a string or null\. Got: 7\."):
+            getattr(client, method)()
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("method", ["world_size", "weight_version", "configured_backend"])
+def test_what_the_served_client_need_not_have(path, method):
+    def odd():
+        raise InvalidInfo("odd", where="elsewhere")
+
+    server = RelayServer(path, {"odd": odd})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    assert getattr(client, method)() is None
+    server.close()
+    client.close()
+    server = RelayServer(path, {method: odd})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    with pytest.raises(InvalidInfo, match="odd"):
+        getattr(client, method)()
+    client.close()
+    server.close()
 
 
 # -- errors of the methods -----------------------------------------------------------------------
@@ -166,12 +261,13 @@ def test_unknown_method_names_what_there_is(connect):
         client.call("reboot", 1)
     assert str(caught.value) == (
         "The relay has no method 'reboot'. Where: method. "
-        "Expected: one of ['a_set', 'block', 'echo', 'fail']. Got: reboot."
+        "Expected: one of ['a_set', 'block', 'echo', 'fail']. Got: reboot. "
+        "Cure: use one of these methods."
     )
     assert client.call("echo", 1) == [1]
 
 
-@pytest.mark.parametrize("cls", [TornModel, StaleRound, PeerDead, Timeout, InvalidInfo])
+@pytest.mark.parametrize("cls", [TornModel, Superseded, PeerDead, Timeout, InvalidInfo])
 def test_typed_error_keeps_its_type_and_facts(connect, methods, cls):
     methods.error = cls(
         "It broke",
@@ -283,6 +379,7 @@ def test_no_answer_in_time(connect, methods):
         b'{"method": "echo"}',
         b'{"method": ["echo"], "args": []}',
         b'{"method": "echo", "args": "ab"}',
+        DEEP,
     ],
 )
 def test_line_that_is_no_call(server, path, line):
@@ -293,7 +390,7 @@ def test_line_that_is_no_call(server, path, line):
             raw.sendall(line + b"\n")
             said = json.loads(lines.readline())["error"]
             assert said.startswith("This is no call. Expected: {")
-            assert f"Got: {line + bytes([10])!r}." in said
+            assert f"Got: {(line + bytes([10]))[:200]!r}." in said
             raw.sendall(b'{"method": "echo", "args": [1]}\n')
             assert json.loads(lines.readline()) == {"result": [1]}
 
@@ -316,15 +413,15 @@ def raw_server(path):
         yield lambda answer: pool.submit(serve, answer)
 
 
-@pytest.mark.parametrize("answer", [b"garbage", b"[1]", b"{}", b'{"error": 1}', b"\xff"])
+@pytest.mark.parametrize("answer", [b"garbage", b"[1]", b"{}", b'{"error": 1}', b"\xff", DEEP])
 def test_answer_of_another_form(raw_server, path, answer):
     raw_server(answer + b"\n")
     client = RelayClient(path, timeout_s=LIMIT_S)
     with pytest.raises(CorruptTransfer) as caught:
         client.call("echo")
     assert caught.value.where == "echo"
-    assert caught.value.expected == '{"result": ...} or {"error": text}'
-    assert caught.value.got == repr(answer + b"\n")
+    assert caught.value.expected == '{"result": ...} or {"error": text}, in a line'
+    assert caught.value.got == repr((answer + b"\n")[:200])
     with pytest.raises(PeerDead, match=r"Where: again\."):
         client.call("again")
 
@@ -332,9 +429,112 @@ def test_answer_of_another_form(raw_server, path, answer):
 def test_half_an_answer(raw_server, path):
     raw_server(b'{"result": 1}')
     client = RelayClient(path, timeout_s=LIMIT_S)
-    with pytest.raises(PeerDead, match=r"^The engine's process has gone\. Where: echo\.$"):
+    with pytest.raises(PeerDead, match=r"^The engine's process has gone\. Where: echo\."):
         client.call("echo")
     client.close()
+
+
+def test_typed_line_that_is_too_deep_is_just_words(raw_server, path):
+    text = 'WT-E09 {"code":' + DEEP.decode()
+    raw_server(json.dumps({"error": text}).encode() + b"\n")
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    with pytest.raises(EngineError) as caught:
+        client.call("echo")
+    assert caught.value.got == text[:4000]
+    client.close()
+
+
+def test_call_that_is_not_whole_is_not_made(server, path):
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(LIMIT_S)
+        raw.connect(str(path))
+        raw.sendall(b'{"method": "echo", "args": []}')
+        raw.shutdown(socket.SHUT_WR)
+        assert raw.recv(100) == b""
+
+
+@pytest.mark.parametrize("argument", [object(), {1}, "deep"])
+def test_arguments_that_are_no_json(connect, argument):
+    if argument == "deep":
+        argument = []
+        for _ in range(100_000):
+            argument = [argument]
+    client = connect()
+    with pytest.raises(InvalidInfo, match=r"^The arguments are not JSON: .*Where: echo\."):
+        client.call("echo", argument)
+    assert client.call("echo", 1) == [1]
+
+
+@pytest.fixture
+def dripping(path):
+    """A server that sends a byte of a line now and then, and never its end, until hung up on."""
+    over = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor() as pool:
+        listener.settimeout(LIMIT_S)
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                while not over.wait(0.02):
+                    connection.sendall(b"[")
+
+        serving = pool.submit(serve)
+        yield
+        over.set()
+        serving.result(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "call", "said"),
+    [
+        (0.3, ("start_weight_update",), "0.3"),
+        (LIMIT_S, ("update_weights", {"deadline_s": 0.1}), "0.35"),
+        (LIMIT_S, ("init_weight_transfer_engine", {"deadline_s": 0.1}), "0.35"),
+    ],
+)
+def test_limit_is_on_the_whole_call(dripping, path, monkeypatch, timeout_s, call, said):
+    monkeypatch.setattr(relay, "_SLACK_S", 0.25)
+    client = RelayClient(path, timeout_s=timeout_s)
+    with pytest.raises(Timeout) as caught:
+        client.call(*call)
+    assert str(caught.value) == (
+        f"The engine's process did not answer. Where: {call[0]}. Expected: within {said} s. "
+        "Cure: look for a stopped engine."
+    )
+
+
+def test_limit_is_on_a_request_too(path, monkeypatch):
+    with socket.socket(socket.AF_UNIX) as listener:  # accepts and does not read
+        listener.bind(str(path))
+        listener.listen()
+        client = RelayClient(path, timeout_s=0.2)
+        with pytest.raises(Timeout, match=r"Where: echo\. Expected: within 0\.2 s\."):
+            client.call("echo", "x" * (1 << 24))
+
+
+@pytest.mark.parametrize(
+    ("info", "limit_s"),
+    [
+        ({"deadline_s": 5}, 7.0),
+        ({"deadline_s": 0.5}, 2.5),
+        ({"deadline_s": 86400}, 86402.0),
+        ({}, 12.0),
+        ([], 12.0),
+        *(({"deadline_s": wrong}, 12.0) for wrong in (True, 0, -1, 86401, "5", None, math.nan)),
+    ],
+)
+def test_limit_of_a_call_with_an_info(info, limit_s):
+    assert call_limit_s(info, default_s=10, slack_s=2) == limit_s
+
+
+def test_answer_that_is_too_long(raw_server, path, monkeypatch):
+    monkeypatch.setattr(relay, "_MAX_LINE", 1000)
+    raw_server(b'{"result": "' + b"x" * 2000 + b'"}')
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    with pytest.raises(CorruptTransfer, match=r"Where: echo\. Expected: .*, in a line\."):
+        client.call("echo")
 
 
 # -- several clients -----------------------------------------------------------------------------
@@ -381,6 +581,26 @@ def test_client_that_leaves_during_its_call_harms_nobody(connect, methods, pool)
     assert waiting.result(LIMIT_S) == [1]
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOMEM])
+def test_failing_to_accept_does_not_end_the_server(path, monkeypatch, code):
+    """A stand-in for a host without files to spare, which would fail the test as well."""
+    accept, failures = socket.socket.accept, iter([code] * 3)
+
+    def failing(listener):
+        if (failure := next(failures, None)) is not None:
+            raise OSError(failure, os.strerror(failure))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    server = RelayServer(path, {"one": lambda: 1})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    assert client.call("one") == 1
+    assert next(failures, None) is None
+    client.close()
+    server.close()
+    assert not server._thread.is_alive()
+
+
 # -- the socket, and closing ---------------------------------------------------------------------
 
 
@@ -392,6 +612,136 @@ def test_only_the_owner_may_connect(path, monkeypatch):
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600
     server.close()
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_path_is_a_text_or_a_path(path, kind):
+    server = RelayServer(kind(path), {"one": lambda: 1})
+    client = RelayClient(kind(path), timeout_s=LIMIT_S)
+    assert client.call("one") == 1
+    client.close()
+    server.close()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("end", [lambda path: RelayServer(path, {}), RelayClient])
+def test_path_that_is_too_long(end):
+    path = "/tmp/" + "\u00e9" * 52  # of two bytes each
+    with pytest.raises(InvalidInfo) as caught:
+        end(path)
+    assert str(caught.value) == (
+        f"The path of the socket is too long: {path}. Where: path. Expected: at most 107 bytes. "
+        "Got: 109 bytes. Cure: put the socket into a folder with a shorter name, for example one "
+        "in /tmp."
+    )
+
+
+def test_longest_path(tmp_path):
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    path = folder / ("x" * (107 - len(str(folder)) - 1))
+    server = RelayServer(path, {"one": lambda: 1})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    assert client.call("one") == 1
+    client.close()
+    server.close()
+    folder.rmdir()
+
+
+def test_folder_that_is_missing(tmp_path):
+    files = _open_files()
+    with pytest.raises(InvalidInfo) as caught:
+        RelayServer(tmp_path / "none" / "s", {})
+    assert str(caught.value) == (
+        f"There is no folder for the socket {tmp_path}/none/s. Where: path. "
+        f"Expected: a folder that exists. Got: {tmp_path}/none. Cure: make the folder first."
+    )
+    assert _open_files() == files
+
+
+def test_folder_that_cannot_be_written(monkeypatch, path):
+    def refused(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "chmod", refused)  # for the tests of a superuser
+    files = _open_files()
+    with pytest.raises(InvalidInfo) as caught:
+        RelayServer(path, {})
+    assert str(caught.value) == (
+        f"There can be no socket at {path}: [Errno 13] Permission denied. Where: path. "
+        "Cure: choose a folder that this process may write to."
+    )
+    assert _open_files() == files, caught
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_path_of_another_file(path, kind):
+    make = {"file": path.touch, "folder": path.mkdir, "link": lambda: path.symlink_to("nowhere")}
+    make[kind]()
+    with pytest.raises(InvalidInfo) as caught:
+        RelayServer(path, {})
+    assert str(caught.value) == (
+        f"{path} is there already, and is no socket. Where: path. "
+        "Expected: a path where there is nothing, or the socket of a dead server. "
+        "Got: another file. Cure: choose another path."
+    )
+    assert os.path.lexists(path)
+
+
+def test_live_socket_is_not_replaced(server, connect, path):
+    files = _open_files()
+    with pytest.raises(InvalidInfo) as caught:
+        RelayServer(path, {})
+    assert str(caught.value) == (
+        f"{path} is there already, and a server listens at it. Where: path. "
+        "Expected: a path where there is nothing, or the socket of a dead server. "
+        "Got: a socket in use. Cure: choose another path, or stop that server."
+    )
+    assert connect().call("echo", 1) == [1]
+    assert set(files) <= set(_open_files())
+
+
+def test_live_socket_whose_queue_is_full_is_not_replaced(path):
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        code = 0
+        while code == 0:
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            code = waiting.connect_ex(str(path))
+        assert code == errno.EAGAIN
+        with pytest.raises(InvalidInfo, match="a server listens at it"):
+            RelayServer(path, {})
+    assert path.is_socket()
+
+
+def test_socket_of_a_dead_server_is_replaced(path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        dead.listen()
+    assert path.is_socket()
+    server = RelayServer(path, {"one": lambda: 1})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    assert client.call("one") == 1
+    client.close()
+    server.close()
+
+
+def test_client_that_does_not_read_does_not_hold_close(path, pool):
+    big = "x" * (1 << 24)
+    server = RelayServer(path, {"big": lambda: big})
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(LIMIT_S)
+        raw.connect(str(path))
+        raw.sendall(b'{"method": "big", "args": []}\n')
+        assert raw.recv(1) == b"{"  # the answer is on its way
+        (thread,) = server._serving
+        server.close()
+        assert not thread.is_alive()
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(1 << 20):
+                pass
 
 
 def test_close_hangs_up(server, connect, path):
@@ -428,7 +778,7 @@ def test_close_lets_the_call_in_progress_end_and_begins_no_other(path, pool):
     leave.set()
     assert call.result(LIMIT_S) == "left"
     with contextlib.suppress(ConnectionResetError):  # hung up on before or after it was read
-        assert queued._lines.readline() == b""
+        assert queued._socket.recv(1) == b""
     server.close()
     assert not began.is_set()
     for client in (running, queued):
@@ -470,17 +820,10 @@ def test_a_call_that_was_interrupted_leaves_no_answer_for_the_next(path, monkeyp
     server = RelayServer(path, {"echo": lambda value: value})
     client = RelayClient(path, timeout_s=LIMIT_S)
 
-    class Interrupted:
-        def __init__(self, lines):
-            self._lines = lines
+    def interrupted(deadline):
+        raise KeyboardInterrupt
 
-        def readline(self, size):
-            raise KeyboardInterrupt
-
-        def close(self):
-            self._lines.close()
-
-    monkeypatch.setattr(client, "_lines", Interrupted(client._lines))
+    monkeypatch.setattr(client, "_line", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.call("echo", 1)
     with pytest.raises(PeerDead):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_wt import registry
+from vllm_wt.cli.demo_engines import DemoEngine, EngineOptions, LlmEngine, ServerEngine
 from vllm_wt.errors import BackendUnavailable
 from vllm_wt.testing.models import (
     ModelShape,
@@ -23,14 +29,22 @@ from vllm_wt.testing.models import (
     save_checkpoint,
 )
 
+if TYPE_CHECKING:
+    from types import FrameType
+
 _NEW_TOKENS = 16
 _TRAINER_S = 600.0
 """Seconds that the trainer's process may take for everything."""
+_LEAST_VOCAB = 16
+"""With fewer tokens, different weights soon generate the same."""
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("demo", help="sync a random model into a real vLLM engine")
     parser.add_argument("--backend", default="rdma", help="default: %(default)s")
+    parser.add_argument(
+        "--server", action="store_true", help="the engine is vLLM's HTTP server, not an LLM"
+    )
     parser.add_argument("--rounds", type=_positive, default=3, help="default: %(default)s")
     parser.add_argument(
         "--tp", type=_positive, default=1, help="tensor-parallel size (%(default)s)"
@@ -40,7 +54,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--vocab", type=_positive, default=2048, help="vocabulary (%(default)s)")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding")
     parser.add_argument("--json", action="store_true", help="one JSON object a round")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(run, parser))
 
 
 def _positive(text: str) -> int:
@@ -50,27 +64,68 @@ def _positive(text: str) -> int:
     return value
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _require_shape(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exit with the reason when no such model can be made, or none that proves anything."""
+    if arguments.vocab < _LEAST_VOCAB:
+        parser.error(
+            f"argument --vocab: {arguments.vocab} is less than {_LEAST_VOCAB}: too few tokens to "
+            "tell new weights from old ones"
+        )
+    if arguments.hidden % 64:
+        parser.error(
+            f"argument --hidden: {arguments.hidden} is not a multiple of 64: the model has "
+            "hidden/32 attention heads and hidden/64 key-value heads"
+        )
+    key_value_heads = arguments.hidden // 64
+    if key_value_heads % arguments.tp:
+        parser.error(
+            f"argument --tp: {arguments.tp} workers cannot share the {2 * key_value_heads} "
+            f"attention heads (hidden/32) and {key_value_heads} key-value heads (hidden/64) "
+            f"evenly; --hidden {64 * arguments.tp} would do"
+        )
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Exit code 0 only when every round was verified."""
+    _require_shape(parser, arguments)
     registry.default().get(arguments.backend)
-    # Set before vllm is imported: its start-up talks a lot, and none of it is about the demo.
+    if importlib.util.find_spec("vllm") is None:
+        raise BackendUnavailable(
+            "The demo starts a vLLM engine, and vLLM is not installed",
+            cure="pip install vllm (or run `make demo` in a checkout)",
+        )
+    # For the engine's log: of its start-up only errors are about the demo.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"The demo starts a vLLM engine, which cannot be imported: {error}",
-            cure="pip install vllm (or run `make demo` in a checkout)",
-        ) from error
     shape = ModelShape(arguments.hidden, arguments.layers, arguments.vocab, arguments.tied)
-    folder = tempfile.TemporaryDirectory(prefix="vllm-wt-demo-")
-    with folder, _Screen(arguments.json, arguments.rounds) as screen:
-        return _Demo(arguments, shape, Path(folder.name), screen).run()
+    with (
+        _stoppable(),
+        tempfile.TemporaryDirectory(prefix="vllm-wt-demo-") as folder,
+        _Screen(arguments.json, arguments.rounds) as screen,
+    ):
+        return _Demo(arguments, shape, Path(folder), screen).run()
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the command with 128 + their number, after it has cleaned up."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the cleaning up
+        raise SystemExit(128 + number)
+
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 class _Demo:
-    """The engine's process; the trainer is a child of it."""
+    """Starts an engine and a trainer, and compares what the engine generates after each round."""
 
     def __init__(
         self, arguments: argparse.Namespace, shape: ModelShape, folder: Path, screen: _Screen
@@ -80,40 +135,47 @@ class _Demo:
         self._folder = folder
         self._screen = screen
         self._prompts = prompts(shape)
-        self._llm: Any = None
+        self._engine: DemoEngine
         self._previous: list[list[int]] = []
         self._verified = 0
 
     def run(self) -> int:
-        from vllm_wt.clients.local import LocalClient
-        from vllm_wt.clients.relay import RelayServer, engine_methods
-        from vllm_wt.testing.engines import greedy_tokens, start_llm
-
         checkpoint = self._folder / "v0"
         save_checkpoint(random_model(self._shape, seed=0), checkpoint)
         self._screen.doing("starting a vLLM engine (25 to 40 s on two cores)")
         began = time.perf_counter()
-        llm = start_llm(
-            checkpoint, self._shape.dtype, self._arguments.backend, tp=self._arguments.tp
+        arguments = self._arguments
+        engine_cls = ServerEngine if arguments.server else LlmEngine
+        options = EngineOptions(
+            folder=str(self._folder),
+            checkpoint=str(checkpoint),
+            dtype=self._shape.dtype,
+            backend=arguments.backend,
+            tp=arguments.tp,
         )
-        self._llm = llm
-        self._previous = greedy_tokens(llm, self._prompts, _NEW_TOKENS)
-        self._screen.say(
-            f"engine: tensor parallel {self._arguments.tp}, backend {self._arguments.backend}, "
-            f"started in {time.perf_counter() - began:.0f} s"
-        )
+        with closing(engine_cls(options)) as engine:
+            self._engine = engine
+            self._screen.say(
+                f"engine: {engine_cls.title}, process {engine.pid}, tensor parallel "
+                f"{arguments.tp}, backend {arguments.backend}, "
+                f"started in {time.perf_counter() - began:.0f} s"
+            )
+            return self._rounds(checkpoint)
+
+    def _rounds(self, checkpoint: Path) -> int:
+        from vllm_wt.clients.relay import RelayServer
+
+        self._previous = self._engine.tokens(self._prompts, _NEW_TOKENS)
         if self._previous != reference_tokens(checkpoint, self._prompts, _NEW_TOKENS):
             self._screen.say("the engine disagrees with transformers before any push")
             return 1
-        methods = engine_methods(LocalClient(llm)) | {"hello": self._hello, "report": self._report}
-        server = RelayServer(self._folder / "engine.sock", methods)
         self._screen.doing("starting the trainer")
-        try:
+        methods = {"hello": self._hello, "report": self._report}
+        with closing(RelayServer(self._folder / "demo.sock", methods)):
             code = self._train()
-        finally:
-            server.close()
         if code != 0:
             self._screen.say(f"the trainer failed with exit code {code}")
+            self._engine.check()
         self._screen.say(f"{self._verified} of {self._arguments.rounds} rounds verified")
         return self.exit_code(code)
 
@@ -127,6 +189,7 @@ class _Demo:
         config = {
             "device": "cuda" if torch.cuda.is_available() else "cpu",
             "folder": str(self._folder),
+            "engine": self._engine.address,
             "backend": self._arguments.backend,
             "rounds": self._arguments.rounds,
             "shape": asdict(self._shape),
@@ -134,6 +197,7 @@ class _Demo:
         trainer = subprocess.Popen(
             [sys.executable, "-m", "vllm_wt.cli.demo_trainer", json.dumps(config)],
             stdout=subprocess.DEVNULL,  # UCX logs there
+            start_new_session=True,  # Ctrl-C is for this process, which ends the others
         )
         try:
             return trainer.wait(_TRAINER_S)
@@ -143,20 +207,16 @@ class _Demo:
 
     def _hello(self, facts: dict[str, Any]) -> None:
         self._screen.say(
-            f"trainer: process {facts['pid']} (engine: {os.getpid()}), "
-            f"`import vllm` there: {facts['import_vllm']}"
+            f"trainer: process {facts['pid']}, `import vllm` there: {facts['import_vllm']}"
         )
 
     def _report(self, report: dict[str, Any]) -> None:
-        from vllm_wt.testing.engines import greedy_tokens
-
-        tokens = greedy_tokens(self._llm, self._prompts, _NEW_TOKENS)
+        tokens = self._engine.tokens(self._prompts, _NEW_TOKENS)
         checkpoint = self._folder / f"v{report['version']}"
         expected = reference_tokens(checkpoint, self._prompts, _NEW_TOKENS)
         # Equal tokens prove nothing when the old weights give the same.
         right = tokens == expected and tokens != self._previous
-        version = getattr(self._llm, "get_weight_version", None)  # vLLM 0.27 and later
-        report["engine_version"] = version() if version else None
+        report["engine_version"] = self._engine.version()
         report["verified"] = right and report["engine_version"] in {None, str(report["version"])}
         self._verified += report["verified"]
         self._previous = tokens
@@ -171,7 +231,6 @@ class _Screen:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
         self._json = as_json
-        self._stdout = os.dup(1)
         self._console = Console(stderr=as_json, soft_wrap=True, highlight=False)
         self._progress = Progress(
             SpinnerColumn(),
@@ -181,20 +240,17 @@ class _Screen:
             TextColumn("rounds"),
             console=self._console,
             transient=True,
+            redirect_stdout=False,  # the JSON lines
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task("", total=rounds)
 
     def __enter__(self) -> _Screen:
-        if self._json:
-            os.dup2(2, 1)  # vLLM's workers and UCX write to stdout too
         self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
-        os.dup2(self._stdout, 1)
-        os.close(self._stdout)
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -208,16 +264,17 @@ class _Screen:
     def round(self, report: dict[str, Any], rounds: int) -> None:
         self._progress.update(self._task, completed=report["version"], description="syncing")
         if self._json:
-            os.write(self._stdout, json.dumps(report).encode() + b"\n")
+            print(json.dumps(report), flush=True)
             return
+        # The engine generates during all of it but the load.
+        titles = {"gather": "gather", "wire": "wire", "verify": "verify", "load": "load (pause)"}
         stages = "  ".join(
-            f"{name} {1000 * report[f'{name}_s']:.1f} ms"
-            for name in ("gather", "wire", "verify", "load")
+            f"{title} {1000 * report[f'{name}_s']:.1f} ms" for name, title in titles.items()
         )
         rate = report["nbytes"] / max(report["wire_s"], 1e-9) / 1e9
         mark = "verified" if report["verified"] else "NOT VERIFIED"
         self.say(
             f"round {report['version']}/{rounds}  {report['tensors']} tensors  "
             f"{report['nbytes'] / 1e6:.1f} MB  {stages}  {rate:.2f} GB/s  "
-            f"pause {1000 * report['pause_s']:.1f} ms  version {report['version']}  {mark}"
+            f"version {report['version']}  {mark}"
         )

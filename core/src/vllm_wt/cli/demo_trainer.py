@@ -10,15 +10,16 @@ from typing import Any
 
 
 def main(config: dict[str, Any]) -> None:
-    """Push new random weights, save them as a checkpoint, and have the engine's side compare."""
+    """Push new random weights, save them as a checkpoint, and have the demo compare."""
     sys.modules["vllm"] = None  # type: ignore[assignment]  # any import of it raises from here on
     from vllm_wt.clients.relay import RelayClient
     from vllm_wt.session import WeightSync
     from vllm_wt.testing.models import ModelShape, random_model, randomize, save_checkpoint
 
     folder = Path(config["folder"])
-    engine = RelayClient(folder / "engine.sock")
-    engine.call("hello", {"pid": os.getpid(), "import_vllm": _import_vllm()})
+    demo = RelayClient(folder / "demo.sock")
+    demo.call("hello", {"pid": os.getpid(), "import_vllm": _import_vllm()})
+    engine = _client(config["engine"])
     model = random_model(ModelShape(**config["shape"]), seed=0).to(config["device"])
     with WeightSync.connect(engine, backend=config["backend"], source=model) as sync:
         for version in range(1, config["rounds"] + 1):
@@ -26,7 +27,7 @@ def main(config: dict[str, Any]) -> None:
             result = sync.push(version)
             save_checkpoint(model, folder / f"v{version}")
             (stages,) = result.engines.values()
-            engine.call(
+            demo.call(
                 "report",
                 {
                     "version": version,
@@ -36,11 +37,23 @@ def main(config: dict[str, Any]) -> None:
                     "wire_s": stages.wire,
                     "verify_s": stages.verify,
                     "load_s": stages.load,
-                    "pause_s": stages.load,
+                    "confirm_s": stages.confirm,
                     "total_s": result.total_s,
                 },
             )
     engine.close()
+    demo.close()
+
+
+def _client(address: dict[str, str]) -> Any:
+    """A client of the engine at ``{"socket": path}`` or ``{"url": url}``."""
+    if "url" in address:
+        from vllm_wt.clients.http import HttpClient
+
+        return HttpClient(address["url"])
+    from vllm_wt.clients.relay import RelayClient
+
+    return RelayClient(Path(address["socket"]))
 
 
 def _import_vllm() -> str:
@@ -52,4 +65,9 @@ def _import_vllm() -> str:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    from vllm_wt.errors import WeightTransferError
+
+    try:
+        main(json.loads(sys.argv[1]))
+    except WeightTransferError as failure:
+        sys.exit(f"trainer: {failure}")

@@ -1,41 +1,329 @@
-"""An engine in this process."""
+"""An engine in this process: vLLM's ``LLM``, or ``AsyncLLM`` on a running event loop.
+
+vLLM never answers a call in which its engine's process dies, so every wait here looks after that.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import inspect
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from vllm_wt.clients.limits import call_limit_s
+from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
+from vllm_wt.errors import PeerDead, Timeout, WeightTransferError, WrongOrder, from_text
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_SLACK_S = 60.0
+"""Seconds a call may take beyond the deadline of what it asks for, which the worker keeps itself."""
+_CALL_S = 300.0
+"""Seconds that a call without a deadline of its own may take: with start and finish, vLLM waits for
+the step in progress, and finish commits the weights."""
+_LOOK_S = 0.25
+"""Seconds between two looks at whether an engine that has not answered lives."""
 
 
 class LocalClient:
     """A ``vllm.LLM``. Its calls block, and come back in the order they were made.
 
+    The four methods of a round pass on what vLLM raises, for `WeightSync` to type. Two failures are
+    typed here: :class:`~vllm_wt.errors.PeerDead` when the engine has died, and
+    :class:`~vllm_wt.errors.Timeout` when it does not answer.
+
     Args:
         llm: An engine started with ``weight_transfer_config``.
+        call_s: Seconds that a call without a deadline of its own may take, such as start and finish.
+        slack_s: Seconds that init and update may take beyond the ``deadline_s`` of their info,
+            which the workers keep themselves.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, call_s: float = _CALL_S, slack_s: float = _SLACK_S) -> None:
         self._llm = llm
-        # vLLM 0.27 added the version; before, only the session keeps it.
-        self._takes_version = bool(inspect.signature(llm.finish_weight_update).parameters)
+        self._call_s = call_s
+        self._slack_s = slack_s
+        self._takes_version = _takes_version(llm)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
+        self._call(
+            "init_weight_transfer_engine",
+            lambda: self._llm.init_weight_transfer_engine({"init_info": init_info}),
+            call_limit_s(init_info, default_s=INIT_S, slack_s=self._slack_s),
+        )
 
     def start_weight_update(self) -> None:
-        self._llm.start_weight_update()
+        self._call("start_weight_update", self._llm.start_weight_update, self._call_s)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._llm.update_weights({"update_info": update_info})
+        self._call(
+            "update_weights",
+            lambda: self._llm.update_weights({"update_info": update_info}),
+            call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s),
+        )
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        if weight_version is not None and self._takes_version:
-            self._llm.finish_weight_update(weight_version)
-        else:
-            self._llm.finish_weight_update()
+        given = weight_version is not None and self._takes_version
+        arguments = (weight_version,) if given else ()
+        self._call(
+            "finish_weight_update",
+            lambda: self._llm.finish_weight_update(*arguments),
+            self._call_s,
+        )
 
     def world_size(self) -> int:
         """Workers that receive weights: tensor times pipeline parallel."""
-        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
+        with _typed("world_size"):
+            return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
+
+    def configured_backend(self) -> str:
+        """See `vllm_wt.delivery.WeightSyncClient`."""
+        with _typed("configured_backend"):
+            return _backend_of(self._llm.llm_engine.vllm_config)
+
+    def weight_version(self) -> str | None:
+        """The version that vLLM itself reports; None before vLLM 0.27, which keeps none.
+
+        Raises:
+            WeightTransferError: The engine failed, typed.
+        """
+        ask = getattr(self._llm, "get_weight_version", None)
+        with _typed("weight_version"):
+            return None if ask is None else str(self._call("weight_version", ask, self._call_s))
+
+    def _call(self, where: str, function: Callable[[], Any], seconds: float) -> Any:
+        # An engine core within this process has no process to die, and its GPU's context belongs to
+        # the caller's thread.
+        resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
+        with _alive(where):
+            if resources is None:
+                return function()
+            future = _on_thread(function)
+            return _answer(future, where, seconds, lambda: _check_dead(resources, where))
+
+
+class AsyncLocalClient:
+    """A ``vllm.AsyncLLM``, for a `WeightSync` that runs on a thread while the loop goes on serving.
+
+    .. code-block:: python
+
+        client = AsyncLocalClient(engine, asyncio.get_running_loop())
+        sync = await asyncio.to_thread(
+            WeightSync.connect, client, backend="rdma", source=model
+        )
+        await asyncio.to_thread(sync.push, version)
+
+    Every method blocks its thread until the loop has run the call, and raises errors of
+    `vllm_wt.errors` only: :class:`~vllm_wt.errors.PeerDead` when the engine or its loop has ended,
+    :class:`~vllm_wt.errors.Timeout` when it does not answer, and
+    :class:`~vllm_wt.errors.WrongOrder` from the loop's own thread, which would wait for itself.
+
+    Args:
+        engine: An engine started with ``weight_transfer_config``.
+        loop: The event loop that it lives on.
+        call_s: Seconds that a call without a deadline of its own may take, such as start and finish.
+        slack_s: Seconds that init and update may take beyond the ``deadline_s`` of their info,
+            which the workers keep themselves.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        call_s: float = _CALL_S,
+        slack_s: float = _SLACK_S,
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._call_s = call_s
+        self._slack_s = slack_s
+        self._takes_version = _takes_version(engine)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        # The dataclass: AsyncLLM takes nothing else through vLLM 0.25.
+        request = WeightTransferInitRequest(init_info=init_info)
+        self._call(
+            "init_weight_transfer_engine",
+            lambda: self._engine.init_weight_transfer_engine(request),
+            call_limit_s(init_info, default_s=INIT_S, slack_s=self._slack_s),
+        )
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update", self._engine.start_weight_update, self._call_s)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info=update_info)
+        self._call(
+            "update_weights",
+            lambda: self._engine.update_weights(request),
+            call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s),
+        )
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        given = weight_version is not None and self._takes_version
+        arguments = (weight_version,) if given else ()
+        self._call(
+            "finish_weight_update",
+            lambda: self._engine.finish_weight_update(*arguments),
+            self._call_s,
+        )
+
+    def world_size(self) -> int:
+        """Workers that receive weights: tensor times pipeline times data parallel."""
+        with _typed("world_size"):
+            return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
+
+    def configured_backend(self) -> str:
+        """See `vllm_wt.delivery.WeightSyncClient`."""
+        with _typed("configured_backend"):
+            return _backend_of(self._engine.vllm_config)
+
+    def weight_version(self) -> str | None:
+        """The version that vLLM itself reports; None before vLLM 0.27, which keeps none."""
+        ask = getattr(self._engine, "get_weight_version", None)
+        return None if ask is None else str(self._call("weight_version", ask, self._call_s))
+
+    def _call(
+        self, where: str, function: Callable[[], Coroutine[Any, Any, Any]], seconds: float
+    ) -> Any:
+        self._require_loop(where)
+        coroutine = function()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as error:  # it was closed just now
+            coroutine.close()
+            raise _loop_ended(where) from error
+        with _typed(where):
+            return _answer(future, where, seconds, lambda: self._check_alive(where))
+
+    def _check_alive(self, where: str) -> None:
+        if self._loop.is_closed() or not self._loop.is_running():
+            raise _loop_ended(where)
+        _check_dead(self._engine.engine_core.resources, where)
+
+    def _require_loop(self, where: str) -> None:
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is self._loop:
+            raise WrongOrder(
+                "This blocks the event loop that the engine needs to answer",
+                where=where,
+                cure="call it on a thread: await asyncio.to_thread(sync.push, version)",
+            )
+        if self._loop.is_closed() or not self._loop.is_running():
+            raise WrongOrder(
+                "The engine's event loop does not run",
+                where=where,
+                expected="a running loop on another thread",
+                got="a closed one" if self._loop.is_closed() else "one that is not running",
+                cure="connect and push while the loop that serves the engine runs",
+            )
+
+
+def _answer(future: Future[Any], where: str, seconds: float, check: Callable[[], None]) -> Any:
+    """The future's result, cancelled at the deadline, or once ``check`` raises."""
+    deadline = Deadline(seconds)
+    try:
+        while not concurrent.futures.wait([future], min(_LOOK_S, deadline.remaining())).done:
+            check()
+            if deadline.expired:
+                raise Timeout(
+                    "The engine did not answer",
+                    where=where,
+                    expected=f"within {seconds:g} s",
+                    cure="look for an engine that is stopped, or a blocked event loop",
+                )
+    except BaseException:
+        future.cancel()  # a coroutine too, where its loop still runs
+        raise
+    try:
+        return future.result()
+    except concurrent.futures.CancelledError:
+        raise _loop_ended(where) from None  # by whoever ended the loop's tasks
+
+
+def _on_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Its result; a call that never returns keeps nobody waiting, not even at exit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            if future.set_running_or_notify_cancel():
+                future.set_result(result)
+
+    threading.Thread(target=run, name="vllm-wt-llm", daemon=True).start()
+    return future
+
+
+def _takes_version(engine: Any) -> bool:
+    # vLLM 0.27 added the version; before, only the session keeps it.
+    return bool(inspect.signature(engine.finish_weight_update).parameters)
+
+
+def _backend_of(vllm_config: Any) -> str:
+    config = vllm_config.weight_transfer_config
+    return "" if config is None else str(config.backend)
+
+
+def _check_dead(resources: Any, where: str) -> None:
+    """Raise PeerDead once vLLM has noticed that its engine's process has ended."""
+    if resources.engine_dead:
+        raise _dead(where)
+
+
+def _dead(where: str) -> PeerDead:
+    return PeerDead(
+        "vLLM's engine has died (EngineDeadError)",
+        where=where,
+        cure="read the engine's log for why, then start it and connect again",
+    )
+
+
+def _loop_ended(where: str) -> PeerDead:
+    return PeerDead(
+        "The engine's event loop ended during the call",
+        where=where,
+        cure="start the engine again, then connect again",
+    )
+
+
+@contextmanager
+def _alive(where: str) -> Iterator[None]:
+    """What says that vLLM's engine has died is a `PeerDead`; all else passes."""
+    try:
+        yield
+    except Exception as error:
+        # By name, since this must work without importing vllm.
+        if any(cls.__name__ == "EngineDeadError" for cls in type(error).__mro__):
+            raise _dead(where) from error
+        raise
+
+
+@contextmanager
+def _typed(where: str) -> Iterator[None]:
+    """All errors are of `vllm_wt.errors`."""
+    try:
+        with _alive(where):
+            yield
+    except WeightTransferError:
+        raise
+    except Exception as error:
+        raise from_text(str(error) or type(error).__name__, where=where) from error

@@ -1,4 +1,4 @@
-"""Starting a real vLLM engine that is small enough for a laptop."""
+"""Starting real vLLM engines that are small enough for a laptop, in this process."""
 
 from __future__ import annotations
 
@@ -19,37 +19,19 @@ def start_llm(model: Path, dtype: str, backend: str, *, tp: int = 1, **overrides
         tp: Tensor-parallel size. On a CPU each worker gets a core.
         overrides: Further arguments of ``LLM``.
     """
-    import torch
-
-    cuda = torch.cuda.is_available()
-    if cuda:
-        # The question has started CUDA here, which a forked worker could not use.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        # Triton rounds float32 to tf32 unless told not to; greedy tokens would differ from a
-        # reference's.
-        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-    else:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(r) for r in range(tp)))
+    arguments = _arguments(model, dtype, backend, tp)
     from vllm import LLM
-    from vllm.config import WeightTransferConfig
 
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "dtype": dtype,
-        "use_tqdm_on_load": False,
-        "tensor_parallel_size": tp,
-        "weight_transfer_config": WeightTransferConfig(backend=name_in_vllm(backend)),
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        "max_model_len": 64,
-        "gpu_memory_utilization": 0.3,
-        "kv_cache_memory_bytes": 64 << 20,
-        "disable_log_stats": True,
-    }
-    if cuda:
-        # One that takes float32 too: engines are comparable within one attention backend only.
-        arguments["attention_config"] = {"backend": "TRITON_ATTN"}
     return LLM(**(arguments | overrides))
+
+
+def start_async_llm(model: Path, dtype: str, backend: str, *, tp: int = 1, **overrides: Any) -> Any:
+    """:func:`start_llm` of a ``vllm.AsyncLLM``, on the running event loop."""
+    arguments = _arguments(model, dtype, backend, tp)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | overrides)))
 
 
 def greedy_tokens(llm: Any, prompt_ids: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -64,3 +46,55 @@ def greedy_tokens(llm: Any, prompt_ids: list[list[int]], new_tokens: int) -> lis
         (request,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         outputs.append([int(token) for token in request.outputs[0].token_ids])
     return outputs
+
+
+def _arguments(model: Path, dtype: str, backend: str, tp: int) -> dict[str, Any]:
+    """Settings of an engine in this process, whose environment is made ready first."""
+    for name, value in environment(tp).items():
+        os.environ.setdefault(name, value)
+    from vllm.config import WeightTransferConfig
+
+    given = settings(model, dtype, name_in_vllm(backend), tp)
+    return given | {
+        "weight_transfer_config": WeightTransferConfig(**given["weight_transfer_config"])
+    }
+
+
+def settings(model: Path, dtype: str, name: str, tp: int) -> dict[str, Any]:
+    """What makes an engine small, by the names of ``LLM``'s arguments."""
+    small: dict[str, Any] = {
+        "model": str(model),
+        "dtype": dtype,
+        "use_tqdm_on_load": False,
+        "tensor_parallel_size": tp,
+        "weight_transfer_config": {"backend": name},
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 64 << 20,
+        "disable_log_stats": True,
+    }
+    if _cuda():
+        # One that takes float32 too: engines are comparable within one attention backend only.
+        small["attention_config"] = {"backend": "TRITON_ATTN"}
+    return small
+
+
+def environment(tp: int) -> dict[str, str]:
+    """What an engine's process needs unless told otherwise."""
+    if _cuda():
+        return {
+            # The question has started CUDA here, which a forked worker could not use.
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            # Triton rounds float32 to tf32 unless told not to; greedy tokens would differ from a
+            # reference's.
+            "TRITON_F32_DEFAULT": "ieee",
+        }
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp))}
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
