@@ -76,6 +76,16 @@ def test_any_kind_may_name_a_baseline():
             BackendSpec(**fields, baseline="pkg")
 
 
+def test_any_kind_may_name_a_doctor():
+    for fields in (TRANSPORT, ENGINE):
+        assert BackendSpec(**fields).doctor is None
+        assert BackendSpec(**fields, doctor="pkg.mod:checks").doctor == "pkg.mod:checks"
+        with pytest.raises(
+            ValueError, match=r"^doctor='pkg' is not of the form 'package\.module:fu"
+        ):
+            BackendSpec(**fields, doctor="pkg")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -34,6 +34,8 @@ class BackendSpec:
         trainer: ``"package.module:Class"`` of the trainer engine (kind ENGINE).
         baseline: ``"package.module:Class"`` of a `vllm_wt.cli.bench.Baseline`: the fabric without
             us, for ``vllm-wt bench wire``.
+        doctor: ``"package.module:function"`` that yields a `vllm_wt.cli.doctor.finding.Finding` for
+            each check of the fabric; ``vllm-wt doctor`` calls it in a process of its own.
         capabilities: Names of what the backend claims to support.
         summary: One line for ``vllm-wt list``.
         contract: The contract version it was written against.
@@ -48,6 +50,7 @@ class BackendSpec:
     worker: str | None = None
     trainer: str | None = None
     baseline: str | None = None
+    doctor: str | None = None
     capabilities: frozenset[str] = frozenset()
     summary: str = ""
     contract: int = CONTRACT_VERSION
@@ -72,7 +75,8 @@ class BackendSpec:
                     f"backend {self.name!r} of kind {self.kind.value} needs exactly "
                     f"{sorted(wanted)}, got {field}={path!r}"
                 )
-        for field in ("transport", "worker", "trainer", "baseline"):
+        for field in ("transport", "worker", "trainer", "baseline", "doctor"):
             path = getattr(self, field)
             if path is not None and not _PATH.fullmatch(path):
-                raise ValueError(f"{field}={path!r} is not of the form 'package.module:Class'")
+                form = "function" if field == "doctor" else "Class"
+                raise ValueError(f"{field}={path!r} is not of the form 'package.module:{form}'")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import metadata
 
-from vllm_wt.cli import bench, demo, listing
+from vllm_wt.cli import bench, demo, doctor, listing
 from vllm_wt.errors import WeightTransferError
 
 
@@ -14,8 +15,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-wt", description="Weight-transfer backends for vLLM."
     )
+    parser.add_argument("--version", action="version", version=f"vllm-wt {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (listing, demo, bench):
+    for module in (listing, doctor, demo, bench):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -24,3 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"vllm-wt: {error}", file=sys.stderr)
         return 1
     return code
+
+
+def _version() -> str:
+    try:
+        return metadata.version("vllm-wt")
+    except metadata.PackageNotFoundError:
+        return "of a source tree that is not installed"

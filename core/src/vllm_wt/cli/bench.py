@@ -60,6 +60,7 @@ def run_wire(arguments: argparse.Namespace) -> int:
             f"Backend {spec.name!r} has no bare fabric to compare with",
             backend=spec.name,
             expected="a Transport with a baseline",
+            cure="choose a backend of kind transport with a baseline; `vllm-wt list` shows the kinds",
         )
     with tempfile.TemporaryDirectory(prefix="vllm-wt-bench-") as folder:
         result = _measure_wire(arguments, Path(folder), spec.transport, spec.baseline)

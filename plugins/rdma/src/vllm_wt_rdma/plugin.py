@@ -14,6 +14,7 @@ def vllm_wt_backend() -> BackendSpec:
         kind=Kind.TRANSPORT,
         transport="vllm_wt_rdma.transport:NixlTransport",
         baseline="vllm_wt_rdma.baseline:NixlRead",
+        doctor="vllm_wt_rdma.doctor:doctor",
         capabilities=frozenset({"cpu", "cuda", "multi-host", "zero-copy"}),
         summary="one-sided reads over NIXL and UCX, within a host and between hosts",
     )
