@@ -114,6 +114,9 @@ class DictLoader:
     def rehearse(self, manifest: Manifest) -> None:
         self.rehearsed = manifest
 
+    def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        return None
+
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self.fail is not None:
             raise self.fail

@@ -1,5 +1,8 @@
 """Errors carry their facts, through text as well."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from vllm_wt import errors
@@ -69,3 +72,23 @@ def test_an_error_that_quotes_another_keeps_its_own_class():
     quoted = to_text(PeerDead("Gone"))
     error = from_text(to_text(WrongOrder(f"It failed: {quoted}", got=quoted)), where="x")
     assert type(error) is WrongOrder
+
+
+def _raised_without_cure() -> list[str]:
+    found = []
+    root = Path(__file__).parents[2]
+    names = {cls.__name__ for cls in _all_classes()}
+    for path in [*root.glob("core/src/**/*.py"), *root.glob("plugins/*/src/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in names
+                and not any(keyword.arg in {"cure", None} for keyword in node.keywords)
+            ):
+                found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_every_error_names_a_cure():
+    assert _raised_without_cure() == []

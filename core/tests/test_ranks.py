@@ -44,8 +44,8 @@ class RankProcess:
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
 
-    def begin(self, error: object = None, *, active: bool = False, seconds: float = 30) -> None:
-        self.tell(error=error, active=active, seconds=seconds)
+    def begin(self, error: object = None, *, seconds: float = 30) -> None:
+        self.tell(error=error, seconds=seconds)
 
     def answer(self):
         line = self._said.get(timeout=LIMIT_S)
@@ -101,13 +101,13 @@ def _facts(text: str) -> dict:
 def test_reports_come_back_by_rank(group):
     zero, one = group
     steps = [
-        [[None, False], [None, True]],
-        [[None, True], [_facts("gone"), False]],
-        [[_facts("x" * 1000), True], [_facts("y" * 1000), True]],
+        [None, None],
+        [None, _facts("gone")],
+        [_facts("x" * 1000), _facts("y" * 1000)],
     ]
     for step in steps:
-        for process, (error, active) in zip((one, zero), reversed(step), strict=True):
-            process.begin(error, active=active)
+        for process, error in zip((one, zero), reversed(step), strict=True):
+            process.begin(error)
         assert zero.answer() == {"reports": step}
         assert one.answer() == {"reports": step}
 
@@ -117,14 +117,12 @@ def test_error_that_does_not_fit_keeps_its_class_and_its_sentence(group):
     text = "no bytes: " + "\N{DELIVERY TRUCK}" * 1000  # 12 bytes each, as JSON
     facts = _facts(text)
     assert len(json.dumps(facts)) > 16384
-    zero.begin(facts, active=True)
+    zero.begin(facts)
     one.begin()
     [mine, other] = zero.answer()["reports"]
     assert one.answer()["reports"] == [mine, other]
-    assert other == [None, False]
-    error, active = mine
-    assert active
-    rebuilt = from_facts(error)
+    assert other is None
+    rebuilt = from_facts(mine)
     assert type(rebuilt) is PeerDead
     assert rebuilt.what == facts["what"]
 
@@ -167,11 +165,11 @@ def test_late_rank_gets_the_report_that_was_meant_for_it(group):
     zero.begin(_facts("first"), seconds=0.5)
     assert zero.answer()["raised"] == "Timeout"
     one.begin()
-    assert one.answer() == {"reports": [[_facts("first"), False], [None, False]]}
+    assert one.answer() == {"reports": [_facts("first"), None]}
 
 
 def test_single_rank_hears_itself():
     ranks = SingleRank()
-    report = Report(WeightTransferError("It broke").facts(), True)
+    report = Report(WeightTransferError("It broke").facts())
     assert (ranks.rank, ranks.size) == (0, 1)
     assert ranks.exchange(report, 0.0) == [report]

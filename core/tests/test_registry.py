@@ -244,7 +244,8 @@ def test_get_of_an_unknown_name(site, name):
         _load(site).get(name)
     assert str(caught.value) == (
         "There is no backend 'slow'. Backend: slow. Expected: one of ['exact', 'fast']. "
-        "Cure: pip install vllm-wt-slow."
+        "Cure: install the package that provides it (pip install vllm-wt-slow, by custom); "
+        "`vllm-wt list` shows what is there."
     )
 
 

@@ -15,7 +15,7 @@ from vllm_wt.errors import (
     InvalidInfo,
     LoadError,
     ManifestMismatch,
-    StaleRound,
+    Superseded,
     Timeout,
     TornModel,
     TransportError,
@@ -25,7 +25,7 @@ from vllm_wt.errors import (
 from vllm_wt.info import InitInfo, UpdateInfo
 from vllm_wt.manifest import Manifest, TensorMeta
 from vllm_wt.ranks import Report, SingleRank
-from vllm_wt.round import State, WorkerRound, _closing_calls
+from vllm_wt.round import State, WorkerRound
 
 MANIFEST = Manifest((TensorMeta("a", "float32", (2,)), TensorMeta("b", "float32", (3,))))
 WEIGHTS = {"a": torch.ones(2), "b": torch.full((3,), 2.0)}
@@ -155,7 +155,8 @@ def test_two_updates_in_one_round_are_refused(worker, loader):
     worker.update(update_info("all"))
     with pytest.raises(WrongOrder, match="'sealed'"):
         worker.update(update_info("all", 2))
-    worker.finish()
+    with pytest.raises(WrongOrder, match="finish in state 'idle'"):
+        worker.finish()
     assert loader.weights == {}
 
 
@@ -163,7 +164,9 @@ def test_finish_before_the_seal_leaves_the_weights(worker, engine, loader):
     engine.go.clear()
     connected(worker).start()
     worker.update(update_info("open"))
-    worker.finish()
+    with pytest.raises(Aborted, match="closed before it was sealed") as error:
+        worker.finish()
+    assert error.value.got == "state 'receiving'"
     assert any(call.startswith("abort") for call in engine.calls)
     assert worker.state is State.IDLE
     assert loader.weights == {}
@@ -172,15 +175,91 @@ def test_finish_before_the_seal_leaves_the_weights(worker, engine, loader):
     assert_loaded(loader)
 
 
-def test_start_drops_what_an_earlier_round_left(worker, engine, loader):
+def test_a_second_start_is_refused_and_the_round_goes_on(worker, loader):
+    connected(worker).start()
+    with pytest.raises(WrongOrder, match="start a round in state 'started'") as error:
+        worker.start()
+    assert "a finish, an abort or a new init ends a round" in error.value.cure
+    worker.update(update_info("open"))
+    with pytest.raises(WrongOrder, match="start a round in state 'receiving'"):
+        worker.start()
+    worker.update(update_info("seal"))
+    worker.finish()
+    assert_loaded(loader)
+
+
+@pytest.mark.parametrize("opened", [True, False], ids=["receiving", "started"])
+def test_abort_ends_a_round_and_the_next_one_starts(worker, engine, loader, opened):
     engine.go.clear()
     connected(worker).start()
-    worker.update(update_info("open"))
-    worker.start()
+    if opened:
+        worker.update(update_info("open"))
+    worker.update(update_info("abort"))
+    assert engine.aborted.is_set() == opened
+    assert worker.state is State.IDLE
     engine.go.set()
-    worker.update(update_info("all", 2))
+    commit(worker, 2)
+    assert_loaded(loader)
+
+
+def test_abort_of_a_sealed_round_commits_nothing(worker, loader):
+    connected(worker).start()
+    worker.update(update_info("all"))
+    worker.update(update_info("abort"))
+    with pytest.raises(WrongOrder, match="finish in state 'idle'"):
+        worker.finish()
+    assert loader.weights == {}
+
+
+@pytest.mark.parametrize("op", ["open", "poll", "seal", "all", "abort", "confirm"])
+def test_a_call_of_a_trainer_that_was_replaced_changes_nothing(worker, loader, op):
+    connected(worker)
+    worker.init(init_info("s2"))
+    worker.start()
+    worker.update(update_info("open", session="s2"))
+    with pytest.raises(Superseded, match="Another trainer has connected") as error:
+        worker.update(update_info(op))
+    assert (error.value.expected, error.value.got) == ("s2", "s1")
+    worker.update(update_info("seal", session="s2"))
     worker.finish()
-    assert worker.version == 2
+    assert_loaded(loader)
+
+
+def test_confirm_tells_a_commit_from_none(worker, loader):
+    connected(worker)
+    worker.update(update_info("confirm", 0))
+    with pytest.raises(Aborted, match="has not been committed") as error:
+        worker.update(update_info("confirm", 1))
+    assert (error.value.expected, error.value.got) == ("version 1", "version None")
+    commit(worker, 1)
+    worker.update(update_info("confirm", 1))
+    with pytest.raises(Aborted):
+        worker.update(update_info("confirm", 1, ticket=2))
+    worker.init(init_info("s2"))
+    worker.update(update_info("confirm", 0, session="s2"))
+
+
+def test_a_refused_trainer_leaves_the_one_that_is_connected(worker, engine, loader):
+    connected(worker).start()
+    worker.update(update_info("open"))
+    with pytest.raises(InvalidInfo):
+        worker.init(init_info("s2", protocol=9))
+    with pytest.raises(CorruptTransfer):
+        worker.init(init_info("s2", manifest_digest="0" * 64))
+    loader.rehearse = lambda manifest: (_ for _ in ()).throw(LoadError("no such parameter"))
+    with pytest.raises(LoadError):
+        worker.init(init_info("s2"))
+    worker.update(update_info("seal"))
+    worker.finish()
+    assert_loaded(loader)
+
+
+def test_a_call_that_the_engine_has_no_part_in(worker):
+    connected(worker).start()
+    with pytest.raises(WrongOrder, match="start_draft_weight_update is not possible") as error:
+        worker.refuse("start_draft_weight_update", "leave it out")
+    assert error.value.cure == "leave it out"
+    assert worker.state is State.STARTED
 
 
 @pytest.mark.parametrize("op", ["poll", "seal"])
@@ -242,7 +321,7 @@ def test_what_arrives_must_be_what_was_announced(
     with pytest.raises(error_cls) as error:
         worker.update(update_info("all"))
     assert message in str(error.value)
-    worker.finish()
+    assert worker.state is State.IDLE
     assert loader.weights == {}
 
 
@@ -265,17 +344,22 @@ def test_a_failing_commit_is_torn_until_a_full_one(worker, loader):
         worker.finish()
     assert worker.torn
     assert worker.version is None
+    with pytest.raises(TornModel, match="mix of old and new"):
+        worker.update(update_info("confirm", 0))
     loader.fail = None
-    worker.finish()  # the second half of the closing calls, which vLLM lets through
+    with pytest.raises(WrongOrder):
+        worker.finish()
+    assert worker.torn
+    worker.init(init_info())
     assert worker.torn
     commit(worker, 2)
     assert not worker.torn
+    worker.update(update_info("confirm", 2))
 
 
 @pytest.mark.parametrize(
     ("changes", "error_cls", "message"),
     [
-        ({"session": "s2"}, InvalidInfo, "Another trainer has connected"),
         ({"manifest_digest": "0" * 64}, ManifestMismatch, "not what was agreed on"),
         ({"version": 0}, InvalidInfo, "more than 1"),
         ({"version": 1}, InvalidInfo, "more than 1"),
@@ -289,7 +373,8 @@ def test_wrong_update_info(worker, loader, changes, error_cls, message):
     with pytest.raises(error_cls) as error:
         worker.update(update_info("open", 2) | changes)
     assert message in str(error.value)
-    worker.finish()
+    assert error.value.where in {"version", "manifest_digest", "op"}
+    assert error.value.cure
     assert loader.weights == {}
     commit(worker, 2)
 
@@ -308,10 +393,13 @@ def test_update_that_is_no_mapping(worker, data):
         worker.update(data)
 
 
-def test_update_before_init(worker):
-    worker.start()
-    with pytest.raises(WrongOrder, match="before init"):
-        worker.update(update_info("open"))
+@pytest.mark.parametrize(
+    ("call", "args"), [("start", ()), ("update", (update_info("open"),)), ("finish", ())]
+)
+def test_a_round_before_init(worker, call, args):
+    with pytest.raises(WrongOrder, match="before init") as error:
+        getattr(worker, call)(*args)
+    assert "connect first" in error.value.cure
 
 
 def test_seal_before_open(worker):
@@ -325,24 +413,19 @@ def test_a_failed_init_disconnects(worker, engine, loader):
     engine.error = OSError("unreachable")
     with pytest.raises(TransportError, match="unreachable"):
         worker.init(init_info("s2"))
-    worker.start()
     with pytest.raises(WrongOrder, match="before init"):
-        worker.update(update_info("open"))
+        worker.start()
 
 
-def test_an_engine_that_cannot_start_fails_at_the_open(worker, engine, loader):
-    """On one rank alone it would put vLLM's replies out of step."""
-
+def test_an_engine_that_cannot_start(worker, engine, loader):
     def start():
         raise OSError("no buffers")
 
     connected(worker)
     engine.start_weight_update = start
-    worker.start()
     with pytest.raises(TransportError, match="OSError: no buffers") as error:
-        worker.update(update_info("open"))
+        worker.start()
     assert error.value.where == "start_weight_update"
-    worker.finish()
     del engine.start_weight_update
     commit(worker, 2)
     assert_loaded(loader)
@@ -397,10 +480,13 @@ def test_no_trainer_connects_while_an_earlier_ones_receive_lives(
     connected(worker).start()
     worker.update(update_info("open"))
     thread = worker._receive
-    worker.finish()
+    with pytest.raises(Aborted):
+        worker.finish()
     with pytest.raises(TransportError, match="not come to its end"):
         worker.init(init_info("s2"))
     assert engine.calls.count("init") == 1
+    worker.shutdown()
+    assert "shutdown" not in engine.calls
     frozen.set()
     thread.join(10)
     engine.receive_weights = receive
@@ -408,27 +494,28 @@ def test_no_trainer_connects_while_an_earlier_ones_receive_lives(
     assert_loaded(loader)
 
 
-def test_a_round_left_open_is_named_at_init(worker, engine):
+def test_a_new_trainer_ends_a_round_that_was_left_open(worker, engine, loader):
     engine.go.clear()
     connected(worker).start()
     worker.update(update_info("open"))
-    with pytest.raises(StaleRound) as error:
-        worker.init(init_info("s2"))
-    assert error.value.expected == "finish"
-    worker.finish()
-    engine.go.set()
     worker.init(init_info("s2"))
+    assert engine.aborted.is_set()
+    assert worker.state is State.IDLE
+    engine.go.set()
+    worker.start()
+    worker.update(update_info("all", session="s2"))
+    worker.finish()
+    assert_loaded(loader)
 
 
-def test_closing_a_sealed_round_of_a_dead_trainer_commits_nothing(worker, loader):
+def test_connecting_after_a_seal_commits_nothing(worker, loader):
     connected(worker).start()
     worker.update(update_info("all"))
-    with pytest.raises(StaleRound):
-        worker.init(init_info("s2"))
-    worker.finish()
+    worker.init(init_info("s2"))
+    with pytest.raises(WrongOrder):
+        worker.finish()
     assert loader.weights == {}
     assert worker.version is None
-    worker.init(init_info("s2"))
 
 
 def test_shutdown_twice_then_init(worker, engine):
@@ -465,7 +552,7 @@ class _PairedRank:
 
 
 class TwoWorkers:
-    """Two ranks, and vLLM's own flag on each (0.25 to 0.33), which refuses calls out of turn."""
+    """Two ranks that are called at once, as vLLM does."""
 
     def __init__(self, loader_cls) -> None:
         pair = _Pair()
@@ -475,15 +562,14 @@ class TwoWorkers:
             WorkerRound(self.engines[rank], self.loaders[rank], _PairedRank(rank, pair))
             for rank in range(2)
         ]
-        self.active = [False, False]
 
     def call(self, method: str, *args: Any) -> WeightTransferError | None:
-        """All ranks at once, as vLLM does; the error of the highest rank."""
+        """The error of the highest rank; no other may have one."""
         errors: list[Exception | None] = [None, None]
 
         def run(rank: int) -> None:
             try:
-                self._gate(method, rank, args)
+                getattr(self.rounds[rank], method)(*args)
             except Exception as error:
                 errors[rank] = error
 
@@ -493,24 +579,8 @@ class TwoWorkers:
         for thread in threads:
             thread.join(20)
         assert errors[0] is None, f"rank 0 raised, which puts vLLM out of step: {errors[0]!r}"
-        assert [round_._active for round_ in self.rounds] == self.active
+        assert self.rounds[0].state is self.rounds[1].state
         return errors[1]
-
-    def _gate(self, method: str, rank: int, args: Any) -> None:
-        if method == "start" and self.active[rank]:
-            raise RuntimeError("start_weight_update called while already active")
-        if method in {"update", "finish"} and not self.active[rank]:
-            raise RuntimeError(f"{method} without start")
-        try:
-            getattr(self.rounds[rank], method)(*args)
-        except Exception:
-            if method == "update":
-                self.active[rank] = False
-            raise
-        if method == "start":
-            self.active[rank] = True
-        if method == "finish":
-            self.active[rank] = False
 
 
 @pytest.fixture
@@ -539,7 +609,7 @@ def test_failing_update_on_one_rank_raises_on_the_highest_and_loads_nowhere(pair
         error = pair.call("update", update_info("all", version))
         assert isinstance(error, TransportError)
         assert error.ranks == {rank: "OSError: cable"}
-        assert isinstance(pair.call("finish"), RuntimeError)  # vLLM's gate, on the highest rank
+        assert isinstance(pair.call("finish"), WrongOrder)
         assert [loader.weights for loader in pair.loaders] == [{}, {}]
     pair.engines[rank].error = None
     _sync(pair, 11)
@@ -555,9 +625,6 @@ def test_failing_commit_on_one_rank_is_torn_on_both(pair, rank):
     assert isinstance(error, TornModel)
     assert list(error.ranks) == [rank]
     assert [round_.torn for round_ in pair.rounds] == [True, True]
-    assert isinstance(pair.call("start"), RuntimeError)
-    assert pair.call("finish") is None
-    assert pair.active == [False, False]
     pair.loaders[rank].fail = None
     _sync(pair, 2)
     assert [round_.torn for round_ in pair.rounds] == [False, False]
@@ -570,31 +637,47 @@ def test_failing_init_on_one_rank_disconnects_both(pair, rank):
     assert error.ranks == {rank: "OSError: unreachable"}
     assert [round_._session for round_ in pair.rounds] == [None, None]
     pair.engines[rank].error = None
-    pair.call("start")
-    error = pair.call("update", update_info("open"))
+    error = pair.call("start")
     assert isinstance(error, WrongOrder)
     assert list(error.ranks) == [0, 1]
 
 
-@pytest.mark.parametrize("left", ["started", "failed update", "failed commit"])
-def test_init_names_the_calls_that_close_what_was_left(pair, left):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_start_that_fails_on_one_rank_starts_on_none(pair, rank):
+    def start():
+        raise OSError("no buffers")
+
     pair.call("init", init_info())
-    pair.call("start")
-    if left == "failed update":
-        pair.engines[0].error = OSError("cable")
-        pair.call("update", update_info("all"))
-        pair.engines[0].error = None
-    if left == "failed commit":
-        pair.call("update", update_info("all"))
-        pair.loaders[0].fail = ValueError("layer")
-        pair.call("finish")
-        pair.loaders[0].fail = None
-    stale = pair.call("init", init_info())
-    assert isinstance(stale, StaleRound)
-    for call in str(stale.expected).split(","):
-        pair.call(call)
-    assert pair.active == [False, False]
-    assert pair.call("init", init_info()) is None
+    pair.engines[rank].start_weight_update = start
+    error = pair.call("start")
+    assert error.ranks == {rank: "OSError: no buffers"}
+    del pair.engines[rank].start_weight_update
+    _sync(pair, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trainer_that_one_rank_refuses_does_not_replace_the_first(pair, rank):
+    def rehearse(manifest):
+        raise LoadError("no such parameter")
+
+    pair.call("init", init_info())
+    pair.loaders[rank].rehearse = rehearse
+    error = pair.call("init", init_info("s2"))
+    assert isinstance(error, LoadError)
+    assert error.ranks == {rank: "no such parameter"}
+    _sync(pair, 1)
+
+
+@pytest.mark.parametrize("order", [("start", "start"), ("finish",), ("start", "finish", "finish")])
+def test_a_wrong_order_is_refused_by_the_highest_rank(pair, order):
+    pair.call("init", init_info())
+    *before, last = order
+    for method in before:
+        pair.call(method)
+    error = pair.call(last)
+    assert isinstance(error, WrongOrder)
+    assert list(error.ranks) == [0, 1]
+    pair.call("update", update_info("abort"))
     _sync(pair, 3)
 
 
@@ -615,20 +698,19 @@ class _MissesAVote:
 
 @pytest.mark.parametrize("op", ["open", "seal"])
 def test_a_vote_that_was_not_heard_ends_the_round(loader, op):
-    worker = WorkerRound(StubEngine(1, 2), loader, _MissesAVote({"open": 3, "seal": 4}[op]))
+    worker = WorkerRound(StubEngine(1, 2), loader, _MissesAVote({"open": 4, "seal": 5}[op]))
     connected(worker).start()
     if op == "seal":
         worker.update(update_info("open"))
     with pytest.raises(Timeout, match="could not agree"):
         worker.update(update_info(op))
     assert worker.state is State.IDLE
-    worker.finish()
     assert loader.weights == {}
     assert worker.version is None
 
 
 def test_no_commit_where_the_others_do_not_confirm_the_seal(loader):
-    worker = WorkerRound(StubEngine(1, 2), loader, _MissesAVote(5))
+    worker = WorkerRound(StubEngine(1, 2), loader, _MissesAVote(6))
     connected(worker).start()
     worker.update(update_info("open"))
     worker.update(update_info("seal"))
@@ -643,25 +725,12 @@ def test_a_report_on_another_step_is_not_taken_for_this_ones(loader):
         rank, size = 1, 2
 
         def exchange(self, report, seconds):
-            return [Report(None, False, "0 update_weights"), report]
+            return [Report(None, "0 update_weights"), report]
 
     worker = WorkerRound(StubEngine(1, 2), loader, Late())
     with pytest.raises(TransportError, match="out of step") as error:
         worker.init(init_info())
-    assert (error.value.expected, error.value.got) == ("1 init", "0 update_weights")
-
-
-@pytest.mark.parametrize(
-    ("active", "calls"),
-    [
-        ([False], []),
-        ([True], ["finish"]),
-        ([False, False], []),
-        ([True, True], ["finish"]),
-        ([True, False], ["finish"]),
-        ([False, True], ["start", "finish"]),
-        ([False, False, True], ["start", "finish"]),
-    ],
-)
-def test_closing_calls(active, calls):
-    assert _closing_calls(active) == calls
+    assert (error.value.expected, error.value.got) == (
+        "1 init_weight_transfer_engine",
+        "0 update_weights",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,11 +12,13 @@ from vllm_wt import registry, session
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import (
+    Aborted,
     BackendUnavailable,
     EngineError,
     InvalidInfo,
     ManifestMismatch,
     PeerDead,
+    Superseded,
     Timeout,
     TornModel,
     TransportError,
@@ -27,6 +30,7 @@ from vllm_wt.pull import PullEngine, PullTrainer
 from vllm_wt.ranks import SingleRank
 from vllm_wt.round import WorkerRound
 from vllm_wt.session import WeightSync
+from vllm_wt.source import StateDictSource
 
 
 class InProcessEngine:
@@ -130,7 +134,8 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(connect, engine, loader):
         assert_equal(loader.weights, source)
         assert result.nbytes == sum(t.numel() * t.element_size() for t in source.values())
         assert result.tensors == len(source)
-    assert engine.calls == ["init"] + 3 * ["start", "open", "seal", "finish"]
+    one = ["start", "open", "seal", "finish", "confirm"]
+    assert engine.calls == ["init", "confirm", *one, *one, *one]
     assert sync.status() == [session.EngineStatus("engine0", 3, False)]
 
 
@@ -188,7 +193,7 @@ def test_moved_memory_is_told_again_when_the_round_that_told_it_failed(
     source["plain"] = torch.full((4, 6), 9.0)
     engine.round._backend, update = "memory", engine.update_weights
     engine.update_weights = lambda info: update(info | {"session": "other"})
-    with pytest.raises(InvalidInfo, match="Another trainer"):
+    with pytest.raises(Superseded, match="Another trainer"):
         sync.push(1)
     engine.update_weights = update
     sync.push(2)
@@ -225,7 +230,7 @@ def test_a_failed_read_is_followed_by_a_fresh_connection(connect, engine, loader
     fabric.fail_submit = OSError("cable")
     with pytest.raises(TransportError, match="OSError: cable"):
         sync.push(1)
-    assert engine.calls[-1] == "finish"
+    assert engine.calls[-1] == "abort"
     assert loader.weights == {}
     fabric.fail_submit = None
     sync.push(2)
@@ -318,22 +323,272 @@ def test_torn_engine_is_named_until_a_full_push(connect, engine, loader):
     with pytest.raises(TornModel):
         sync.push(1)
     assert sync.status()[0].torn
-    assert engine.calls[-3:] == ["finish", "start", "finish"]
     loader.fail = None
     sync.push(2)
     assert sync.status() == [session.EngineStatus("engine0", 2, False)]
 
 
-def test_a_stale_round_is_closed_at_connect(connect, engine, loader):
-    connect(engine, state())
-    engine.start_weight_update()
+def test_a_torn_engine_is_named_to_the_next_trainer(connect, engine, loader):
+    loader.fail = ValueError("layer")
+    with pytest.raises(TornModel):
+        connect(engine, state()).push(1)
+    loader.fail = None
     second = connect(engine, state())
+    assert second.status() == [session.EngineStatus("engine0", None, True)]
     second.push(1)
+    assert second.status() == [session.EngineStatus("engine0", 1, False)]
+
+
+@pytest.mark.parametrize("left", ["start", "open", "seal"])
+def test_a_round_that_a_dead_trainer_left_is_given_up(connect, engine, loader, left):
+    first = connect(engine, state())
+    engine.start_weight_update()
+    first._trainer.publish(1, Deadline(9))
+    for op in ("open", "seal") if left == "seal" else (left,) if left == "open" else ():
+        engine.update_weights(first._trainer.update_info(op, Deadline(9), known=1).to_wire())
+    source = {"plain": torch.full((3,), 5.0)}
+    second = connect(engine, source)
+    assert loader.weights == {}
+    second.push(1)
+    assert_equal(loader.weights, source)
+
+
+def test_two_trainers_in_turns(connect, engine, loader):
+    """The one that was replaced is told so, whatever it does, and harms no round of the other."""
+    sources = [{"a": torch.full((3,), float(n))} for n in range(2)]
+    first, second = (connect(engine, source) for source in sources)
+    for version in range(1, 4):
+        with pytest.raises(Superseded) as error:
+            first.push(version)
+        assert "connect again" in error.value.cure
+        second.push(version)
+        assert_equal(loader.weights, sources[1])
+
+
+def _lose_the_answer(engine, monkeypatch, method, op=None, error=None):
+    """The call reaches the engine; what comes back is an error of the way there."""
+    original = getattr(engine, method)
+
+    def lost(*args):
+        original(*args)
+        if op is None or args[0]["op"] == op:
+            monkeypatch.setattr(engine, method, original)
+            raise error or ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(engine, method, lost)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("reset"), Timeout("slow"), PeerDead("gone")]
+)
+@pytest.mark.parametrize(
+    ("method", "op"),
+    [("start_weight_update", None), ("update_weights", "open"), ("update_weights", "seal")],
+)
+def test_a_lost_answer_before_the_commit_commits_nothing(
+    connect, engine, loader, monkeypatch, method, op, error
+):
+    source = state()
+    sync = connect(engine, source)
+    sync.push(1)
+    before = dict(loader.weights)
+    source["plain"].add_(1)
+    _lose_the_answer(engine, monkeypatch, method, op, error)
+    with pytest.raises(WeightTransferError):
+        sync.push(2)
+    assert_equal(loader.weights, before)
+    assert sync.status() == [session.EngineStatus("engine0", 1, False)]
+    sync.push(2)
+    assert_equal(loader.weights, source)
+
+
+def test_a_lost_answer_to_the_commit_is_asked_after(connect, engine, loader, monkeypatch):
+    source = state()
+    sync = connect(engine, source)
+    _lose_the_answer(engine, monkeypatch, "finish_weight_update")
+    assert sync.push(1).version == 1
+    assert_equal(loader.weights, source)
+    assert sync.status() == [session.EngineStatus("engine0", 1, False)]
+
+
+def test_a_commit_whose_answer_never_comes_is_learnt_by_status(
+    connect, engine, loader, monkeypatch
+):
+    sync = connect(engine, state())
+    _lose_the_answer(engine, monkeypatch, "finish_weight_update", error=Timeout("no answer"))
+    with pytest.raises(Timeout):
+        sync.push(1)
+    assert sync.status() == [session.EngineStatus("engine0", 1, False)]
+
+
+def test_a_finish_that_commits_nothing_is_no_success(connect, engine, loader, monkeypatch):
+    """vLLM's answer is the same; ours is that of the workers."""
+    sync = connect(engine, state())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "finish_weight_update", lambda weight_version=None: None)
+        with pytest.raises(Aborted, match="has not been committed"):
+            sync.push(1)
+    assert loader.weights == {}
+    assert sync.status() == [session.EngineStatus("engine0", None, False)]
+
+
+def test_status_of_an_engine_that_has_gone(connect, engine, monkeypatch):
+    sync = connect(engine, state())
+    sync.push(1)
+
+    def gone(info):
+        raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(engine, "update_weights", gone)
+    (status,) = sync.status()
+    assert (status.version, status.torn) == (1, False)
+    assert "nobody listens" in status.error
+
+
+def test_memory_that_is_freed_during_a_push_is_never_committed(
+    connect, engine, loader, monkeypatch
+):
+    source = state()
+    sync = connect(engine, source)
+    sync.push(1)
+    before = dict(loader.weights)
+    update = engine.update_weights
+
+    def freeing(info):
+        update(info)
+        if info["op"] == "open":
+            engine.round._receive.join(10)  # this fabric would read what is freed
+            source["plain"].untyped_storage().resize_(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "update_weights", freeing)
+        with pytest.raises(ManifestMismatch, match="freed or resized while the workers") as error:
+            sync.push(2)
+    assert error.value.cure.startswith("let push return before memory is freed")
+    assert_equal(loader.weights, before)
+    with pytest.raises(ManifestMismatch, match="memory of tensor 'plain' has been freed") as error:
+        sync.push(2)
+    assert (error.value.expected, error.value.got) == ("96 bytes", "a storage of 0 bytes")
+    source["plain"] = torch.full((4, 6), 9.0)
+    sync.push(2)
+    assert_equal(loader.weights, source)
+
+
+def test_a_source_that_fails(connect, engine, loader):
+    class Failing(StateDictSource):
+        fail = False
+
+        def __iter__(self):
+            if self.fail:
+                raise ZeroDivisionError("odd")
+            return super().__iter__()
+
+    source = Failing({"a": torch.ones(3)})
+    sync = connect(engine, source)
+    engine.calls.clear()
+    source.fail = True
+    with pytest.raises(TransportError, match="could not be read: ZeroDivisionError: odd") as error:
+        sync.push(1)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert engine.calls == []
+    with pytest.raises(TransportError, match="could not be read"):
+        connect(engine, source)
+    source.fail = False
+    sync.push(1)
     assert loader.weights
 
 
-def test_an_engine_that_does_not_tell_its_size_is_waited_for_by_the_seal(connect, engine, loader):
-    engine.world_size = None
+def test_tensors_that_are_made_for_a_pass_are_copied(connect, engine, loader, fabric):
+    class Made(StateDictSource):
+        made = frozenset(["a"])
+
+        def __iter__(self):
+            for name, tensor in super().__iter__():
+                yield name, tensor.clone()
+
+    kept = {"a": torch.ones(3)}
+    sync = connect(engine, Made(kept))
+    for version in (1, 2, 3):
+        kept["a"].add_(1)
+        sync.push(version)
+        assert_equal(loader.weights, kept)
+    assert [generation for _, generation in fabric.exposed] == [1]
+
+
+@pytest.mark.parametrize(
+    "version", [-1, 2**63, 1.0, True, "1", None, float("nan"), torch.ones(2), torch.tensor(1.5)]
+)
+def test_what_cannot_be_a_version(connect, engine, version):
+    sync = connect(engine, state())
+    engine.calls.clear()
+    with pytest.raises(InvalidInfo, match="cannot be a version") as error:
+        sync.push(version)
+    assert error.value.where == "version"
+    assert "an integer from 0" in error.value.expected
+    assert error.value.got == repr(version)
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("version", [0, np.int64(3), torch.tensor(7)])
+def test_integers_of_any_library_are_versions(connect, engine, version):
+    sync = connect(engine, state())
+    assert sync.push(version).version == int(version)
+    assert sync.status()[0].version == int(version)
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_version_that_does_not_advance(connect, engine, loader, version):
+    sync = connect(engine, state())
+    sync.push(5)
+    engine.calls.clear()
+    with pytest.raises(InvalidInfo, match="does not advance") as error:
+        sync.push(version)
+    assert error.value.expected == "more than 5, which engine0 has"
+    assert error.value.got == str(version)
+    assert engine.calls == []
+    sync.push(6)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True, "5", None, 86401])
+def test_what_cannot_be_a_deadline(connect, engine, seconds):
+    with pytest.raises(InvalidInfo, match="cannot be a deadline") as error:
+        connect(engine, state(), deadline_s=seconds)
+    assert (error.value.where, error.value.got) == ("deadline_s", repr(seconds))
+    sync = connect(engine, state())
+    with pytest.raises(InvalidInfo, match="cannot be a deadline"):
+        sync.push(1, deadline_s=seconds)
+
+
+def test_a_push_from_a_second_thread_is_refused(connect, engine, loader, fabric):
+    source = state()
+    sync = connect(engine, source)
+    entered, go = threading.Event(), threading.Event()
+    start = engine.start_weight_update
+
+    def waiting():
+        entered.set()
+        assert go.wait(20)
+        start()
+
+    engine.start_weight_update = waiting
+    first = threading.Thread(target=sync.push, args=(1,))
+    first.start()
+    assert entered.wait(20)
+    for call in (lambda: sync.push(2), sync.close, sync.status):
+        with pytest.raises(WrongOrder, match="while another call of this session") as error:
+            call()
+        assert "wait for the first" in error.value.cure
+    go.set()
+    first.join(20)
+    assert_equal(loader.weights, source)
+    assert sync.status()[0].version == 1
+
+
+@pytest.mark.parametrize("world_size", [None, lambda: None], ids=["no method", "not known"])
+def test_an_engine_that_does_not_tell_its_size_is_waited_for_by_the_seal(
+    connect, engine, loader, world_size
+):
+    engine.world_size = world_size
     connect(engine, state()).push(1)
     assert "poll" not in engine.calls
     assert loader.weights
@@ -360,7 +615,7 @@ def test_words_of_an_engine_that_is_not_ours(connect, engine):
     engine.start_weight_update = start
     with pytest.raises(EngineError, match="EngineCore died") as error:
         sync.push(1)
-    assert error.value.where == "start_weight_update of engine0"
+    assert (error.value.where, error.value.engine) == ("start_weight_update", "engine0")
 
 
 def test_observers_hear_of_rounds(connect, engine, fabric):
@@ -393,6 +648,23 @@ def test_observers_hear_of_rounds(connect, engine, fabric):
     assert heard == [("started", 1), ("finished", 1), ("started", 2), ("failed", 2, TransportError)]
 
 
+def test_an_observer_that_fails_is_logged(connect, engine, loader, caplog):
+    class Observer:
+        @registry.hookspecs.hookimpl
+        def vllm_wt_round_started(self, version):
+            raise ZeroDivisionError("odd")
+
+    observer = Observer()
+    hooks = registry.default().hooks
+    hooks.register(observer)
+    try:
+        connect(engine, state()).push(1)
+    finally:
+        hooks.unregister(observer)
+    assert loader.weights
+    assert "an observer failed in vllm_wt_round_started" in caplog.text
+
+
 def test_push_after_close(connect, engine):
     sync = connect(engine, state())
     sync.close()
@@ -408,21 +680,84 @@ def test_no_thread_outlives_a_push(connect, engine):
     assert set(threading.enumerate()) == before
 
 
+class _AsyncLLM:
+    """Known by its name, since vllm is not imported for it."""
+
+
+_AsyncLLM.__name__ = "AsyncLLM"
+
+
 @pytest.mark.parametrize(
-    ("engines", "source", "error_cls", "message"),
+    ("engines", "source", "error_cls", "message", "cure"),
     [
-        ([], {"a": torch.ones(1)}, InvalidInfo, "no engines"),
-        (object(), {"a": torch.ones(1)}, InvalidInfo, "cannot be an engine"),
-        (None, 3, InvalidInfo, "cannot be a source"),
-        (None, {}, ManifestMismatch, "no tensors"),
+        ([], {"a": torch.ones(1)}, InvalidInfo, "no engines", "at least one"),
+        (object(), {"a": torch.ones(1)}, InvalidInfo, "cannot be an engine", "wrap it"),
+        ("engine:8000", {"a": torch.ones(1)}, InvalidInfo, "neither http nor https", "token="),
+        (_AsyncLLM(), {"a": torch.ones(1)}, InvalidInfo, "event loop", "AsyncLocalClient"),
+        (["http://a", "http://a"], {"a": torch.ones(1)}, InvalidInfo, "given twice", "leave one"),
+        (None, 3, InvalidInfo, "cannot be a source", ""),
+        (None, {}, ManifestMismatch, "no tensors", "wraps the module"),
     ],
 )
-def test_wrong_arguments_of_connect(connect, engine, engines, source, error_cls, message):
-    with pytest.raises(error_cls, match=message):
+def test_wrong_arguments_of_connect(connect, engine, engines, source, error_cls, message, cure):
+    with pytest.raises(error_cls, match=message) as error:
         connect(engine if engines is None else engines, source)
+    assert cure in (error.value.cure or "")
+    assert engine.calls == []
 
 
-def test_unknown_backend(engine):
-    with pytest.raises(BackendUnavailable, match="no backend 'nosuch'") as error:
-        WeightSync.connect(engine, backend="nosuch", source={"a": torch.ones(1)})
-    assert error.value.cure == "pip install vllm-wt-nosuch"
+@pytest.mark.parametrize("workers", [0, -1, True, "2", 1.5])
+def test_an_engine_that_does_not_know_its_workers(connect, engine, workers):
+    engine.world_size = lambda: workers
+    with pytest.raises(EngineError, match="how many workers") as error:
+        connect(engine, state())
+    assert (error.value.where, error.value.engine) == ("world_size", "engine0")
+    assert error.value.got == repr(workers)
+
+
+@pytest.mark.parametrize("configured", ["memory", "wt_memory", None])
+def test_an_engine_of_the_right_backend(connect, engine, loader, configured):
+    engine.configured_backend = lambda: configured
+    connect(engine, state()).push(1)
+    assert loader.weights
+
+
+@pytest.mark.parametrize(
+    ("configured", "got"), [("nccl", "'nccl'"), ("", "no weight_transfer_config")]
+)
+def test_an_engine_of_another_backend_is_not_called(connect, engine, configured, got):
+    """At TP 2 vLLM's refusal, by every rank, would put its replies out of step."""
+    engine.configured_backend = lambda: configured
+    with pytest.raises(InvalidInfo, match="not started for this backend") as error:
+        connect(engine, state())
+    assert (error.value.where, error.value.got) == ("weight_transfer_config", got)
+    assert error.value.expected == "backend 'memory' or 'wt_memory'"
+    assert error.value.cure == 'start it with weight_transfer_config={"backend": "memory"}'
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("backend", [None, 3, ["rdma"]])
+def test_a_backend_that_is_no_name(engine, backend):
+    with pytest.raises(InvalidInfo, match="given by its name") as error:
+        WeightSync.connect(engine, backend=backend, source={"a": torch.ones(1)})
+    assert error.value.got == repr(backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("nosuch", "install the package that provides it (pip install vllm-wt-nosuch, by custom)"),
+        ("rdmaa", "did you mean 'rdma'? If not, install"),
+    ],
+)
+def test_unknown_backend(engine, name, cure):
+    with pytest.raises(BackendUnavailable, match=f"no backend '{name}'") as error:
+        WeightSync.connect(engine, backend=name, source={"a": torch.ones(1)})
+    assert error.value.cure.startswith(cure)
+    assert "'rdma'" in error.value.expected
+
+
+def test_unknown_option(engine):
+    with pytest.raises(InvalidInfo, match="'rdma' has no option 'ports'") as error:
+        WeightSync.connect(engine, backend="rdma", source={"a": torch.ones(1)}, ports=3)
+    assert error.value.expected == "no options"

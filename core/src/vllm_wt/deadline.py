@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
-from vllm_wt.errors import Timeout
+from vllm_wt.errors import Aborted, Timeout
 
 INIT_S = 60.0
 """Default seconds for rendezvous and set-up."""
 ROUND_S = 300.0
 """Default seconds for one whole round."""
+MAX_S = 86400
+"""Most seconds that a deadline may have."""
 
 
 class Deadline:
-    """A point in time on the monotonic clock.
+    """A point in time on the monotonic clock, which another thread may bring forward to now.
 
     Args:
         seconds: Seconds from now.
@@ -22,17 +25,40 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
+        self._cancelled = threading.Event()
+        self._reason = ""
+
+    def cancel(self, reason: str) -> None:
+        """End every wait under this deadline soon; thread-safe."""
+        self._reason = reason
+        self._cancelled.set()
 
     def remaining(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self._end - time.monotonic())
+        """Seconds left, never negative; 0 when cancelled."""
+        return 0.0 if self._cancelled.is_set() else max(0.0, self._end - time.monotonic())
 
     @property
     def expired(self) -> bool:
-        return time.monotonic() >= self._end
+        return self.remaining() <= 0
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not beyond the deadline, nor once it is cancelled."""
+        self._cancelled.wait(min(seconds, self.remaining()))
 
     def check(self, what: str, *, where: str | None = None, got: object = None) -> None:
-        """Raise :class:`~vllm_wt.errors.Timeout` once the deadline has passed."""
+        """Raise once the deadline has passed or was cancelled.
+
+        Raises:
+            Timeout: It has passed.
+            Aborted: It was cancelled.
+        """
+        if self._cancelled.is_set():
+            raise Aborted(
+                f"Given up: {self._reason}",
+                where=where,
+                got=got,
+                cure="push again; what was under way has changed nothing",
+            )
         if self.expired:
             raise Timeout(
                 what,

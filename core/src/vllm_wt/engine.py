@@ -33,6 +33,7 @@ import torch
 from typing_extensions import Self
 
 from vllm_wt.deadline import Deadline
+from vllm_wt.errors import InvalidInfo
 from vllm_wt.info import InitInfo, Op, UpdateInfo
 from vllm_wt.source import WeightSource
 
@@ -106,7 +107,14 @@ class TrainerWeightTransferEngine(ABC):
 
     def __init__(self, source: WeightSource, *, backend: str, **options: Any) -> None:
         if options:
-            raise TypeError(f"backend {backend!r} has no options {sorted(options)}")
+            raise InvalidInfo(
+                f"Backend {backend!r} has no option {sorted(options)[0]!r}",
+                backend=backend,
+                where="connect",
+                expected="no options",
+                got=", ".join(sorted(options)),
+                cure="leave them out, or look the backend's options up in its README",
+            )
         self.source = source
         self.backend = backend
 
@@ -125,7 +133,7 @@ class TrainerWeightTransferEngine(ABC):
 
     @abstractmethod
     def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
-        """What the workers are sent for the version that was published last.
+        """What the workers are sent for the version that was published last; ticket 0 before any.
 
         Args:
             op: The step asked for.

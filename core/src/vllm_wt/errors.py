@@ -23,7 +23,7 @@ __all__ = [
     "PeerDead",
     "PluginError",
     "Revoked",
-    "StaleRound",
+    "Superseded",
     "Timeout",
     "TornModel",
     "TransportError",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _LINE = re.compile(r"WT-(E\d\d) (?=\{)")
-_FACTS = ("where", "expected", "got", "cure", "backend")
+_FACTS = ("where", "expected", "got", "cure", "backend", "engine")
 _MAX_FACT = 600
 
 
@@ -49,6 +49,7 @@ class WeightTransferError(Exception):
         got: What was there instead.
         cure: What the reader can do about it.
         backend: Name of the backend concerned.
+        engine: Which of the engines of a session, and its address.
         ranks: For an error of a worker group, each failing rank's own reason.
     """
 
@@ -63,6 +64,7 @@ class WeightTransferError(Exception):
         got: object = None,
         cure: str | None = None,
         backend: str | None = None,
+        engine: str | None = None,
         ranks: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(what)
@@ -72,12 +74,15 @@ class WeightTransferError(Exception):
         self.got = None if got is None else str(got)
         self.cure = cure
         self.backend = backend
+        self.engine = engine
         self.ranks: dict[int, str] = dict(ranks or {})
 
     def __str__(self) -> str:
         parts = [self.what.rstrip(".") + "."]
         if self.backend:
             parts.append(f"Backend: {self.backend}.")
+        if self.engine:
+            parts.append(f"Engine: {self.engine}.")
         if self.where:
             parts.append(f"Where: {self.where}.")
         if self.expected is not None:
@@ -199,8 +204,8 @@ class LoadError(WeightTransferError):
     code = "E16"
 
 
-class StaleRound(WeightTransferError):
-    """An earlier trainer left a round open; ``expected`` names the calls that close it."""
+class Superseded(WrongOrder):
+    """Another trainer has connected to the engine since; its round is not touched."""
 
     code = "E17"
 
@@ -242,6 +247,11 @@ def from_text(text: str, *, where: str) -> WeightTransferError:
         try:
             facts, _ = json.JSONDecoder().raw_decode(text, match.end())
             return from_facts(facts)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             continue
-    return EngineError("The engine failed", where=where, got=text.strip()[:4000])
+    return EngineError(
+        "The engine failed",
+        where=where,
+        got=text.strip()[:4000],
+        cure="see what the engine says; its log has more",
+    )

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import Self
 
-from vllm_wt.deadline import INIT_S, ROUND_S
+from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
 from vllm_wt.errors import CorruptTransfer, InvalidInfo
 from vllm_wt.manifest import Manifest, TensorMeta
 
@@ -29,14 +29,16 @@ _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A version, generation, ticket or byte count."""
-Seconds = Annotated[float, Field(gt=0, le=86400)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_S)]
 """A deadline: more than 0, at most a day."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """A SHA-256 in hex."""
 Identifier = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
 """A session, owner or reader name."""
-Op = Literal["open", "poll", "seal", "all"]
-"""What one ``update_weights`` call asks for; ``"all"`` is open and seal in one call."""
+Op = Literal["open", "poll", "seal", "all", "abort", "confirm"]
+"""What one ``update_weights`` call asks for. ``all`` is open and seal in one call; ``abort`` gives a
+round of this session up; ``confirm`` fails unless the model is whole and what it got last in this
+session is the attempt ``ticket`` (0: nothing)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +67,21 @@ class WireInfo:
             text = json.dumps(data, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise InvalidInfo(
-                f"{cls.__name__} is not JSON-safe: {error}", backend=backend, expected="JSON data"
+                f"{cls.__name__} is not JSON-safe: {error}",
+                backend=backend,
+                expected="JSON data",
+                cure="send what WeightSync sends",
             ) from None
         try:
             decoded: Self = _adapter(cls).validate_json(text)  # type: ignore[arg-type]
         except ValidationError as error:
             raise _invalid(cls, error, backend) from None
         return decoded
+
+
+def seconds_left(deadline: Deadline) -> float:
+    """What is left of a deadline, as a legal wire value even when nothing is."""
+    return max(0.001, deadline.remaining())
 
 
 @lru_cache(maxsize=64)
@@ -142,7 +152,9 @@ class Handle(WireInfo):
             return base64.b64decode(self.body, validate=True)
         except binascii.Error as error:
             raise CorruptTransfer(
-                f"The handle of owner {self.owner!r} is not base64: {error}", backend=backend
+                f"The handle of owner {self.owner!r} is not base64: {error}",
+                backend=backend,
+                cure="connect again",
             ) from None
 
 
@@ -209,8 +221,8 @@ class UpdateInfo(WireInfo):
         op: See :data:`Op`.
         session: Must equal the session of init.
         version: Version of the weights that are sent.
-        ticket: Number of this attempt, never used twice in a session; late signals of an earlier
-            attempt cannot be taken for this one's.
+        ticket: Number of this attempt, from 1, never used twice in a session; late signals of an
+            earlier attempt cannot be taken for this one's. 0 before the first.
         manifest_digest: Digest of the manifest that the source has now.
         deadline_s: Seconds left for the whole round.
     """

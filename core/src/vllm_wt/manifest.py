@@ -63,12 +63,14 @@ class TensorMeta:
                 f"Tensor {self.name!r} has a dtype that cannot be sent",
                 expected=f"one of {', '.join(ITEMSIZE)}",
                 got=self.dtype,
+                cure="cast it to one of these, or leave it out",
             )
         if any(not 0 <= dim <= _MAX_DIM for dim in self.shape):
             raise ManifestMismatch(
                 f"Tensor {self.name!r} has an impossible shape",
                 expected="sizes between 0 and 2**48",
                 got=list(self.shape),
+                cure="check the shape of this tensor in the source",
             )
 
     @property
@@ -103,7 +105,9 @@ class Manifest:
         for tensor in self.tensors:
             if tensor.name in seen:
                 raise ManifestMismatch(
-                    f"The name {tensor.name!r} occurs twice", expected="distinct names"
+                    f"The name {tensor.name!r} occurs twice",
+                    expected="distinct names",
+                    cure="leave one of the two out, or rename it",
                 )
             seen.add(tensor.name)
 

@@ -15,8 +15,16 @@ from vllm_wt.engine import (
     WeightTransferEngine,
     WorkerContext,
 )
-from vllm_wt.errors import Aborted, ManifestMismatch, WrongOrder
-from vllm_wt.info import Handle, InitInfo, Op, PullInitInfo, PullUpdateInfo, UpdateInfo
+from vllm_wt.errors import CorruptTransfer, ManifestMismatch, WrongOrder
+from vllm_wt.info import (
+    Handle,
+    InitInfo,
+    Op,
+    PullInitInfo,
+    PullUpdateInfo,
+    UpdateInfo,
+    seconds_left,
+)
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import Layout, as_bytes, meta_of
 from vllm_wt.source import WeightSource
@@ -73,8 +81,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._arena: torch.Tensor | None = None
         self._connection: _Connection | None = None
         self._quarantine: list[tuple[Transport, Any, torch.Tensor]] = []
-        self._abort = threading.Event()
-        self._abort_reason = ""
+        self._receiving: Deadline | None = None
+        self._given_up: str | None = None
 
     def init_transfer_engine(self, init_info: PullInitInfo) -> None:
         self._drop_connection()
@@ -85,10 +93,12 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._connect(Deadline(init_info.deadline_s))
 
     def start_weight_update(self) -> None:
-        self._abort.clear()
+        self._given_up = None
 
     def receive_weights(self, update_info: PullUpdateInfo, load_weights: LoadWeights) -> None:
-        deadline = Deadline(update_info.deadline_s)
+        deadline = self._receiving = Deadline(update_info.deadline_s)
+        if self._given_up is not None:  # before this thread got here
+            deadline.cancel(self._given_up)
         try:
             if update_info.handle is not None:
                 self._handle = update_info.handle
@@ -105,8 +115,9 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             raise
 
     def abort_weight_update(self, reason: str) -> None:
-        self._abort_reason = reason
-        self._abort.set()
+        self._given_up = reason
+        if self._receiving is not None:
+            self._receiving.cancel(reason)
 
     def shutdown(self) -> None:
         self._drop_connection()
@@ -147,8 +158,15 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
                     where="receive_weights",
                     got=f"{progress.nbytes} of {layout.manifest.nbytes} bytes",
                 )
-                if self._abort.wait(_POLL_S):
-                    raise Aborted(f"The read was given up: {self._abort_reason}")
+                deadline.wait(_POLL_S)
+            if progress.nbytes != layout.manifest.nbytes:
+                raise CorruptTransfer(
+                    "The fabric has read less than it was asked to, and calls it done",
+                    where="receive_weights",
+                    expected=f"{layout.manifest.nbytes} bytes",
+                    got=f"{progress.nbytes} bytes",
+                    cure="push again; if it stays, report it to the authors of the backend",
+                )
         except BaseException:
             if not connection.transport.cancel(operation):
                 # Something may still write into the arena: it is kept, unused, until that is over.
@@ -215,7 +233,7 @@ class PullTrainer(TrainerWeightTransferEngine):
             session=self._session,
             tensors=InitInfo.tensors_of(self._manifest),
             manifest_digest=self._manifest.digest,
-            deadline_s=_seconds(deadline),
+            deadline_s=seconds_left(deadline),
             handle=self._handle(),
         )
 
@@ -225,13 +243,15 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._ticket += 1
 
     def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
+        if op in {"seal", "all"}:
+            self._require_in_place()
         return PullUpdateInfo(
             op=op,
             session=self._session,
             version=self._version,
             ticket=self._ticket,
             manifest_digest=self._manifest.digest,
-            deadline_s=_seconds(deadline),
+            deadline_s=seconds_left(deadline),
             handle=self._handle() if op in {"open", "all"} and known != self._generation else None,
         )
 
@@ -256,15 +276,27 @@ class PullTrainer(TrainerWeightTransferEngine):
     def _buffers(self) -> tuple[Manifest, list[torch.Tensor]]:
         """The non-empty tensors as they are to be read, contiguous, with this pass's values."""
         metas, buffers = [], []
+        made = self.source.made
+        settled: set[torch.device] = set()
         for name, tensor in self.source:
             metas.append(meta_of(name, tensor))
             if tensor.numel():
-                buffers.append(tensor if _is_plain(tensor) else self._copy(name, tensor))
+                _require_memory(name, tensor)
+                if tensor.is_cuda and tensor.device not in settled:
+                    # What other streams still write must be in what is copied here, too.
+                    torch.cuda.synchronize(tensor.device)
+                    settled.add(tensor.device)
+                in_place = name not in made and _is_plain(tensor)
+                buffers.append(tensor if in_place else self._copy(name, tensor))
         return Manifest(tuple(metas)), buffers
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._copies.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+        ):
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             self._copies[name] = kept
         return kept.copy_(tensor)
@@ -292,10 +324,22 @@ class PullTrainer(TrainerWeightTransferEngine):
             self._exposed = list(zip(places, buffers, strict=True))
             self._generation += 1
 
+    def _require_in_place(self) -> None:
+        """What the workers have read was in the memory that was exposed, all the time."""
+        for place, buffer in self._exposed:
+            if buffer.data_ptr() != place or not _has_memory(buffer):
+                raise ManifestMismatch(
+                    "A tensor was freed or resized while the workers were reading it",
+                    where=f"a tensor of {buffer.dtype} {list(buffer.shape)}",
+                    expected="memory that stays until push returns",
+                    got="other memory, or none",
+                    cure="let push return before memory is freed or resized; nothing was committed",
+                )
+
     def _handle(self) -> Handle:
-        if self._transport is None:
-            raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
         with self._lock:
+            if self._transport is None:
+                raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
             body = self._transport.expose(self._region, self._generation)
         return Handle.wrap(f"trainer-{self._session[:12]}", self._generation, body)
 
@@ -305,9 +349,24 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def _seconds(deadline: Deadline) -> float:
-    """What is left, as a legal wire value even when nothing is."""
-    return max(0.001, deadline.remaining())
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its storage still reaches to its last element; ``resize_(0)`` frees it unseen."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= end
+
+
+def _require_memory(name: str, tensor: torch.Tensor) -> None:
+    if not _has_memory(tensor):
+        raise ManifestMismatch(
+            f"The memory of tensor {name!r} has been freed or resized",
+            where="source",
+            expected=f"{tensor.numel() * tensor.element_size()} bytes",
+            got=f"a storage of {tensor.untyped_storage().nbytes()} bytes",
+            cure="push while its weights are in memory (an offloaded or resharded module has none)",
+        )
 
 
 def _require_one_device(buffers: list[torch.Tensor]) -> None:

@@ -28,12 +28,10 @@ class Report:
 
     Args:
         error: Facts of its error, or None.
-        active: Whether vLLM holds a round open on it.
         step: Which step it speaks of; a late report of another step must not be taken for this one's.
     """
 
     error: dict[str, Any] | None
-    active: bool
     step: str = ""
 
     def encode(self) -> bytes:

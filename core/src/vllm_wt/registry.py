@@ -5,6 +5,7 @@ Entry points are loaded one by one, so that a broken package is reported and tak
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 from collections import Counter
@@ -79,9 +80,17 @@ class Registry:
             f"There is no backend {short!r}",
             backend=short,
             expected=f"one of {sorted(self.backends)}",
-            cure=f"name it in {ALLOW_LIST}, or unset that"
-            if short in self.left_out
-            else f"pip install vllm-wt-{short}",
+            cure=self._cure(short),
+        )
+
+    def _cure(self, name: str) -> str:
+        if name in self.left_out:
+            return f"name it in {ALLOW_LIST}, or unset that"
+        near = difflib.get_close_matches(name, self.backends, 1)
+        guess = f"did you mean {near[0]!r}? If not, " if near else ""
+        return (
+            f"{guess}install the package that provides it (pip install vllm-wt-{name}, by custom); "
+            "`vllm-wt list` shows what is there"
         )
 
 

@@ -3,12 +3,13 @@
 ::
 
     idle --start--> started --open--> receiving --seal--> sealed --finish--> idle
-    any failure before finish: back to idle, the weights as they were
+    init, abort, or any failure before finish: back to idle, the weights as they were
     a failure within finish: idle and torn, until a full round lands
 
 Receiving runs on a thread of its own while vLLM generates. Nothing touches the model before every
 rank has every byte; then the commit is one step. After every step the ranks exchange reports: a
 failure anywhere is a failure everywhere, and only the highest rank raises (see `vllm_wt.ranks`).
+A call that comes from another trainer than the last to connect changes nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.engine import WeightTransferEngine
 from vllm_wt.errors import (
+    Aborted,
     InvalidInfo,
     ManifestMismatch,
-    StaleRound,
+    Superseded,
     Timeout,
     TornModel,
     TransportError,
@@ -33,7 +35,7 @@ from vllm_wt.errors import (
     WrongOrder,
     from_facts,
 )
-from vllm_wt.info import InitInfo, UpdateInfo
+from vllm_wt.info import UpdateInfo
 from vllm_wt.loading.apply import ModelLoader
 from vllm_wt.loading.staging import Staging
 from vllm_wt.manifest import Manifest
@@ -114,9 +116,8 @@ class WorkerRound:
         self._staging: Staging | None = None
         self._receive: _Receive | None = None
         self._update: UpdateInfo | None = None
-        self._start_error: WeightTransferError | None = None
+        self._committed = 0  # ticket of what this session has committed last
         self._steps = 0
-        self._active = False  # mirrors vLLM's own flag, which refuses start or finish out of turn
         self.state = State.IDLE
         self.torn = False
         self.version: int | None = None
@@ -125,79 +126,93 @@ class WorkerRound:
     # -- the four phases, as vLLM calls them --------------------------------------------------
 
     def init(self, data: Mapping[str, Any]) -> None:
-        """Connect to a trainer, unless its predecessor has left a round open.
+        """Connect to a trainer; what its predecessor left open is given up.
 
-        Raises:
-            StaleRound: It has; ``expected`` lists the calls that close it, to be made first.
+        A trainer that is refused for what it would send does not touch the one that is connected.
         """
-        reports = self._exchange("init", None, INIT_S)
-        closing = _closing_calls([report.active for report in reports])
-        if closing:
-            # The calls that close it end in a finish, which must not commit what was sealed.
-            self._abandon("a new trainer connects")
-            if self._speaks:
-                raise StaleRound(
-                    "An earlier trainer left a round open on this engine",
-                    backend=self._backend,
-                    expected=",".join(closing),
-                    cure="make these calls in this order, ignoring errors, then init again; "
-                    "WeightSync does",
-                )
-            return
+        phase = "init_weight_transfer_engine"
         error: WeightTransferError | None = None
+        info = manifest = None
         seconds = INIT_S
-        session = self._session = None
         try:
             info = self._decode(self._engine.init_info_cls, data, "init_info")
             seconds = info.deadline_s
-            self._connect(info)
-            session = info.session
+            manifest = info.manifest()
+            self._loader.rehearse(manifest)
         except Exception as caught:
-            error = self._typed(caught, "init_weight_transfer_engine")
-        if self._agreed("init_weight_transfer_engine", error, seconds):
-            self._session = session
+            error = self._typed(caught, phase)
+        if not self._agreed(phase, error, seconds, spares=(WeightTransferError,)):
+            return
+        former, self._session = self._session, None
+        try:
+            self._abandon("a new trainer connects")
+            self._require_no_receive()
+            self._engine.init_transfer_engine(info)
+        except Exception as caught:
+            error = self._typed(caught, phase)
+        if self._agreed(phase, error, seconds):
+            assert info is not None
+            self._session, self._manifest = info.session, manifest
+            if info.session != former:
+                self.version, self._committed = None, 0
 
     def start(self) -> None:
-        """A round begins; cheap. Anything left of an earlier one is dropped.
+        """A round begins; cheap.
 
-        Never raises: the ranks have no exchange here. A failure comes out at the open.
+        Raises:
+            WrongOrder: One is open already; it stays as it is.
         """
-        self._start_error = None
+        error: WeightTransferError | None = None
         try:
-            self._abandon("a new round starts")
+            self._require_connected("start_weight_update")
+            self._require_state(State.IDLE, "start a round")
             self._engine.start_weight_update()
+            self.state = State.STARTED
         except Exception as caught:
-            self._start_error = self._typed(caught, "start_weight_update")
-        self.state = State.STARTED
-        self._active = True
+            error = self._typed(caught, "start_weight_update")
+        self._agreed("start_weight_update", error, INIT_S, spares=(WrongOrder,))
 
     def update(self, data: Mapping[str, Any]) -> None:
-        """One step of the transfer: open, poll, seal, or all in one."""
+        """One step of the transfer; see :data:`~vllm_wt.info.Op`."""
         error: WeightTransferError | None = None
         seconds = ROUND_S
         try:
             info = self._decode(self._engine.update_info_cls, data, "update_info")
             seconds = info.deadline_s
+            self._require_session(info)
             if info.op in {"open", "all"}:
                 self._open(info)
             if info.op == "poll":
                 self._poll(info)
             if info.op in {"seal", "all"}:
                 self._seal(info)
+            if info.op == "abort":
+                self._abandon("the trainer gave it up")
+            if info.op == "confirm":
+                self._confirm(info)
         except Exception as caught:
             error = self._typed(caught, "update_weights")
-        self._agreed("update_weights", error, seconds)
+        self._agreed("update_weights", error, seconds, spares=(Superseded,))
 
     def finish(self) -> None:
-        """Commit a sealed round; close any other, leaving the weights as they are."""
-        if self.state is not State.SEALED or self._staging is None or self._update is None:
-            self._abandon("closed before it was sealed")
-            self._active = False
-            return
+        """Commit a sealed round.
+
+        Raises:
+            WrongOrder: There is no round.
+            Aborted: It was not sealed: it is given up, and the weights are as they were.
+            TornModel: The commit failed in the middle.
+        """
+        refused: WeightTransferError | None = None
+        try:
+            self._require_sealed()
+        except Exception as caught:
+            refused = self._typed(caught, "finish_weight_update")
         # A vote on the seal that some rank did not hear of must not end in a commit of the others.
-        if not self._agreed("finish_weight_update", None, _GRACE_S):
+        if not self._agreed("finish_weight_update", refused, _GRACE_S):
             return
-        version = self._update.version
+        assert self._staging is not None
+        assert self._update is not None
+        version, ticket = self._update.version, self._update.ticket
         error: WeightTransferError | None = None
         self.torn = True  # until every rank has reported success
         try:
@@ -212,58 +227,82 @@ class WorkerRound:
             )
         if self._agreed("finish_weight_update", error, _GRACE_S):
             self.torn = False
-            self.version = version
+            self.version, self._committed = version, ticket
             self._release_buffers()
             self._reset()
-        self._active = False
+
+    def refuse(self, what: str, cure: str) -> None:
+        """Refuse a call of vLLM's that this engine has no part in, in agreement with the others.
+
+        Raises:
+            WrongOrder: On the highest rank.
+        """
+        error = self._typed(WrongOrder(f"{what} is not possible", cure=cure), what)
+        self._agreed(what, error, INIT_S, spares=(WrongOrder,))
 
     def shutdown(self) -> None:
         """Release the trainer's connection; idempotent, never raises."""
         self._session = None
         try:
             self._abandon("shut down")
+            self._require_no_receive()  # the engine must not be taken from under it
             self._engine.shutdown()
         except Exception:
             logger.exception("vllm-wt: backend %s did not shut down cleanly", self._backend)
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _connect(self, info: InitInfo) -> None:
-        self._abandon("a new trainer connects")
-        self._require_no_receive()
-        manifest = info.manifest()
-        self._loader.rehearse(manifest)
-        self._engine.init_transfer_engine(info)
-        self._manifest = manifest
-        self.version = None
-
-    def _open(self, info: UpdateInfo) -> None:
+    def _require_connected(self, call: str) -> Manifest:
         if self._manifest is None or self._session is None:
             raise WrongOrder(
-                "update_weights before init_weight_transfer_engine",
+                f"{call} before init_weight_transfer_engine",
                 expected="init, start, update, finish",
+                got="no trainer is connected",
                 cure="connect first (WeightSync.connect)",
             )
+        return self._manifest
+
+    def _require_session(self, info: UpdateInfo) -> None:
+        self._require_connected("update_weights")
         if info.session != self._session:
-            raise InvalidInfo(
-                "Another trainer has connected since",
+            raise Superseded(
+                "Another trainer has connected to this engine since",
                 where="session",
                 expected=self._session,
                 got=info.session,
-                cure="connect again",
+                cure="let one trainer at a time push to an engine; to take it over, connect again",
             )
-        if self._start_error is not None:
-            raise self._start_error
-        if self.state is not State.STARTED:
+
+    def _require_state(self, state: State, what: str) -> None:
+        if self.state is not state:
             raise WrongOrder(
-                f"Cannot open a transfer in state {self.state.value!r}",
-                expected=State.STARTED.value,
-                got=self.state.value,
+                f"Cannot {what} in state {self.state.value!r}",
+                expected=f"state {state.value!r}",
+                got=f"state {self.state.value!r}",
+                cure="the order is start, update (open, poll, seal), finish; a finish, an abort or "
+                "a new init ends a round that is open",
             )
-        if info.manifest_digest != self._manifest.digest:
+
+    def _require_sealed(self) -> None:
+        if self.state is State.IDLE:
+            self._require_connected("finish_weight_update")
+            self._require_state(State.STARTED, "finish")
+        if self.state is not State.SEALED:
+            raise Aborted(
+                "The round was closed before it was sealed; the weights are as they were",
+                expected=f"state {State.SEALED.value!r}",
+                got=f"state {self.state.value!r}",
+                cure="seal it (update_weights with op 'seal' or 'all') before finish",
+            )
+
+    def _open(self, info: UpdateInfo) -> None:
+        manifest = self._require_connected("update_weights")
+        self._require_state(State.STARTED, "open a transfer")
+        if info.manifest_digest != manifest.digest:
             raise ManifestMismatch(
                 "What the trainer would send is not what was agreed on at init",
-                expected=self._manifest.digest,
+                where="manifest_digest",
+                expected=manifest.digest,
                 got=info.manifest_digest,
                 cure="connect again after changing what is sent",
             )
@@ -273,9 +312,10 @@ class WorkerRound:
                 where="version",
                 expected=f"more than {self.version}",
                 got=info.version,
+                cure="push a version above the last one; a trainer that starts anew connects first",
             )
         self._require_no_receive()
-        staging = Staging(self._manifest)
+        staging = Staging(manifest)
         self._update, self._staging = info, staging
         self._receive = _Receive(
             lambda: self._engine.receive_weights(info, staging),
@@ -293,18 +333,16 @@ class WorkerRound:
             )
 
     def _require_receiving(self, info: UpdateInfo) -> _Receive:
-        if self.state is not State.RECEIVING or self._receive is None or self._update is None:
-            raise WrongOrder(
-                f"Cannot {info.op} in state {self.state.value!r}",
-                expected=State.RECEIVING.value,
-                got=self.state.value,
-            )
-        if (info.session, info.ticket) != (self._update.session, self._update.ticket):
+        self._require_state(State.RECEIVING, info.op)
+        assert self._receive is not None
+        assert self._update is not None
+        if info.ticket != self._update.ticket:
             raise InvalidInfo(
                 f"{info.op} of another attempt",
                 where="ticket",
                 expected=self._update.ticket,
                 got=info.ticket,
+                cure="open the round anew (WeightSync.push)",
             )
         return self._receive
 
@@ -329,7 +367,23 @@ class WorkerRound:
             raise receive.error
         assert self._staging is not None
         self._staging.require_complete()
+        self._loader.check(self._staging.weights())
         self.state = State.SEALED
+
+    def _confirm(self, info: UpdateInfo) -> None:
+        if self.torn:
+            raise TornModel(
+                "The model holds a mix of old and new weights since a commit that failed",
+                expected=f"version {info.version}",
+                cure="do not generate; push a full update, or restart the engine",
+            )
+        if info.ticket != self._committed:
+            raise Aborted(
+                "This version has not been committed; the weights are those of an earlier one",
+                expected=f"version {info.version}",
+                got=f"version {self.version}",
+                cure="push again",
+            )
 
     def _release_buffers(self) -> None:
         try:
@@ -339,27 +393,43 @@ class WorkerRound:
 
     # -- agreement and clean-up ----------------------------------------------------------------
 
-    @property
-    def _speaks(self) -> bool:
-        return self._ranks.rank == self._ranks.size - 1
-
     def _decode(self, cls: type[Any], data: Mapping[str, Any], what: str) -> Any:
         if not isinstance(data, Mapping):
             raise InvalidInfo(
-                f"{what} must be a mapping", expected="a JSON object", got=type(data).__name__
+                f"{what} must be a mapping",
+                expected="a JSON object",
+                got=type(data).__name__,
+                cure="send what WeightSync sends: one object for all ranks",
             )
         return cls.from_wire(data, backend=self._backend)
 
     def _typed(self, error: Exception, phase: str) -> WeightTransferError:
         if not isinstance(error, WeightTransferError):
             logger.error("vllm-wt: %s failed", phase, exc_info=error)
-            error = TransportError(f"{type(error).__name__}: {error}")
+            error = TransportError(
+                f"{type(error).__name__}: {error}",
+                cure="see the worker's log for where it was raised; push again",
+            )
         error.backend = error.backend or self._backend
         error.where = error.where or phase
         return error
 
-    def _agreed(self, phase: str, error: WeightTransferError | None, seconds: float) -> bool:
-        """Whether every rank has succeeded. If not, clean up, and raise on the highest rank."""
+    def _agreed(
+        self,
+        phase: str,
+        error: WeightTransferError | None,
+        seconds: float,
+        *,
+        spares: tuple[type[WeightTransferError], ...] = (),
+    ) -> bool:
+        """Whether every rank has succeeded. If not, end the round, and raise on the highest rank.
+
+        Args:
+            phase: The step, for the other ranks and for people.
+            error: What failed here.
+            seconds: That the other ranks may still take with theirs.
+            spares: Errors for which nothing was done: a round that is open goes on.
+        """
         reports = self._exchange(phase, error, seconds)
         failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
         if not failed:
@@ -368,10 +438,9 @@ class WorkerRound:
         if self._ranks.size > 1:
             first.ranks = {rank: str(facts["what"]) for rank, facts in failed.items()}
         logger.warning("vllm-wt: %s failed: %s", phase, first)
-        self._abandon(str(first))
-        if self._speaks:
-            if phase == "update_weights":  # vLLM clears its flag where update raises
-                self._active = False
+        if not all(isinstance(from_facts(facts), spares) for facts in failed.values()):
+            self._abandon(str(first))
+        if self._ranks.rank == self._ranks.size - 1:
             raise first
         return False
 
@@ -381,7 +450,7 @@ class WorkerRound:
         """Every rank's report on this step; nothing stays open when they cannot be had."""
         self._steps += 1
         step = f"{self._steps} {phase}"
-        report = Report(error.facts() if error is not None else None, self._active, step)
+        report = Report(error.facts() if error is not None else None, step)
         try:
             reports = self._ranks.exchange(report, seconds + _GRACE_S)
             if others := sorted({r.step for r in reports} - {step}):
@@ -409,13 +478,3 @@ class WorkerRound:
             self._receive = None
         self._staging = self._update = None
         self.state = State.IDLE
-
-
-def _closing_calls(active: list[bool]) -> list[str]:
-    """Calls that clear vLLM's own flag on all ranks while at most the highest rank raises."""
-    *lower, highest = active
-    if not any(active):
-        return []
-    if highest and lower and not any(lower):  # a commit failed: only the highest rank raised
-        return ["start", "finish"]
-    return ["finish"]

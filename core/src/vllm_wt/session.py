@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import numbers
+import operator
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import Self
 
 from vllm_wt import registry
-from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
-from vllm_wt.delivery import EngineLink, Stages
+from vllm_wt.clients import as_clients
+from vllm_wt.clients.http import HttpClient
+from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
+from vllm_wt.delivery import EngineLink, Stages, reading
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import InvalidInfo, WeightTransferError, WrongOrder
 from vllm_wt.pull import PullTrainer
 from vllm_wt.source import WeightSource, as_source
 from vllm_wt.spec import Kind
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,27 +52,41 @@ class PushResult:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What is known of one engine: ``torn`` engines must not generate before a full push."""
+    """What one engine says of itself.
+
+    Args:
+        name: As in errors and in :attr:`PushResult.engines`.
+        version: What it has committed last in this session, None for nothing or not known.
+        torn: It mixes weights of two versions and must not generate before a full push.
+        error: Why it could not be asked; the rest is what was known before.
+    """
 
     name: str
     version: int | None
     torn: bool
+    error: str | None = None
 
 
 class WeightSync:
     """Pushes a source's weights into connected engines, version by version.
 
-    Use :meth:`connect`. Every method raises errors of `vllm_wt.errors` only. Not thread-safe.
+    Use :meth:`connect`. Every method raises errors of `vllm_wt.errors` only. One call at a time: one
+    that is made while another runs is refused.
     """
 
     def __init__(
-        self, trainer: TrainerWeightTransferEngine, source: WeightSource, links: list[EngineLink]
+        self,
+        trainer: TrainerWeightTransferEngine,
+        source: WeightSource,
+        links: list[EngineLink],
+        owned: Sequence[HttpClient],
     ) -> None:
         self._trainer = trainer
         self._source = source
         self._links = links
-        self._versions: dict[str, int | None] = {link.name: None for link in links}
+        self._owned = owned
         self._closed = False
+        self._busy = threading.Lock()
 
     @classmethod
     def connect(
@@ -77,63 +101,79 @@ class WeightSync:
         """Connect to engines.
 
         Args:
-            engines: A client, an ``LLM``, or a sequence of them.
+            engines: A ``vllm.LLM``, the URL of a vLLM server, a client (`vllm_wt.clients`), or a
+                sequence of them.
             backend: Name of an installed backend; the engines must run with the same.
-            source: A `WeightSource`, a ``torch.nn.Module`` or a mapping of names to tensors.
+            source: A module, plain or sharded by FSDP2, a mapping of names to tensors, a list of
+                pairs, a `SafetensorsSource`, or a ``WeightSource`` of vLLM's; see `as_source`.
+                Where making it is a collective, the other ranks walk it once for each `connect` and
+                each `push`: ``for _ in as_source(model): pass``.
             deadline_s: Seconds for the whole of it.
             options: Options of the backend.
 
         Raises:
             BackendUnavailable: No such backend here.
+            InvalidInfo: An argument is wrong.
             WeightTransferError: What an engine or the fabric refused, typed.
         """
-        deadline = Deadline(deadline_s)
+        deadline = _deadline(deadline_s)
         weights = as_source(source)
-        clients = list(engines) if isinstance(engines, Sequence) else [engines]
-        if not clients:
-            raise InvalidInfo("There are no engines to connect to", where="engines")
-        trainer = trainer_engine(backend, weights, **options)
+        clients, owned = as_clients(engines)
+        try:
+            with reading("connect"):
+                trainer = trainer_engine(backend, weights, **options)
+        except BaseException:
+            _close_all(owned)
+            raise
         try:
             links = [
-                EngineLink(_as_client(client), trainer, f"engine{index}")
+                EngineLink(client, trainer, f"engine{index}")
                 for index, client in enumerate(clients)
             ]
             for link in links:
                 link.connect(deadline)
         except BaseException:
             trainer.shutdown()
+            _close_all(owned)
             raise
-        return cls(trainer, weights, links)
+        return cls(trainer, weights, links, owned)
 
     def push(self, version: int, *, deadline_s: float = ROUND_S) -> PushResult:
         """Put the source's current weights into every engine.
 
         Args:
-            version: Larger than any version pushed before.
+            version: Larger than what any engine has committed in this session; 0 or more.
             deadline_s: Seconds for the whole of it.
 
         Raises:
+            InvalidInfo: The version does not advance.
+            WrongOrder: The session is closed, or another call of it is running.
             WeightTransferError: An engine could not take them. It still has its old weights, unless
                 :meth:`status` calls it torn.
         """
-        if self._closed:
-            raise WrongOrder("push after close", cure="connect again")
-        hooks = registry.default().hooks.hook
-        deadline = Deadline(deadline_s)
-        hooks.vllm_wt_round_started(version=version)
+        version = _version(version)
+        deadline = _deadline(deadline_s)
+        with self._alone("push"):
+            if self._closed:
+                raise WrongOrder("push after close", where="push", cure="connect again")
+            self._require_advance(version)
+            tell("vllm_wt_round_started", version=version)
+            try:
+                result = self._push(version, deadline)
+            except WeightTransferError as error:
+                tell("vllm_wt_round_failed", version=version, error=error)
+                raise
+            tell("vllm_wt_round_finished", stats=result)
+        return result
+
+    def _push(self, version: int, deadline: Deadline) -> PushResult:
         began = time.perf_counter()
-        try:
+        with reading("publish"):
             self._trainer.publish(version, deadline)
-            gathered = time.perf_counter()
-            stages = {}
-            for link in self._links:
-                stages[link.name] = link.deliver(version, deadline)
-                self._versions[link.name] = version
-        except WeightTransferError as error:
-            hooks.vllm_wt_round_failed(version=version, error=error)
-            raise
+        gathered = time.perf_counter()
+        stages = {link.name: link.deliver(version, deadline) for link in self._links}
         manifest = self._source.manifest()
-        result = PushResult(
+        return PushResult(
             version=version,
             nbytes=manifest.nbytes,
             tensors=len(manifest),
@@ -141,19 +181,58 @@ class WeightSync:
             total_s=time.perf_counter() - began,
             engines=stages,
         )
-        hooks.vllm_wt_round_finished(stats=result)
-        return result
 
-    def status(self) -> list[EngineStatus]:
-        """What is known of each engine, in the order of :meth:`connect`."""
-        return [
-            EngineStatus(link.name, self._versions[link.name], link.torn) for link in self._links
-        ]
+    def status(self, *, deadline_s: float = INIT_S) -> list[EngineStatus]:
+        """What each engine says of itself now, in the order of :meth:`connect`.
+
+        Args:
+            deadline_s: Seconds for the whole of it.
+        """
+        deadline = _deadline(deadline_s)
+        with self._alone("status"):
+            return [self._status_of(link, deadline) for link in self._links]
 
     def close(self) -> None:
         """Release the trainer's side; the engines keep their weights. Idempotent."""
-        self._closed = True
-        self._trainer.shutdown()
+        with self._alone("close"):
+            self._closed = True
+            self._trainer.shutdown()
+            _close_all(self._owned)
+
+    def _status_of(self, link: EngineLink, deadline: Deadline) -> EngineStatus:
+        error = None
+        if not self._closed:
+            try:
+                link.ask(deadline)
+            except WeightTransferError as caught:
+                error = str(caught)
+        return EngineStatus(link.name, link.version, link.torn, error)
+
+    def _require_advance(self, version: int) -> None:
+        for link in self._links:
+            if link.version is not None and version <= link.version:
+                raise InvalidInfo(
+                    "The version does not advance",
+                    where="version",
+                    expected=f"more than {link.version}, which {link.name} has",
+                    got=version,
+                    cure="number the versions upwards; a new session may start anew",
+                )
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise WrongOrder(
+                f"{call} while another call of this session is running",
+                where=call,
+                expected="one call at a time",
+                got="a second one, from another thread or from within the first",
+                cure="wait for the first, or use one session a thread with engines of its own",
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def __enter__(self) -> Self:
         return self
@@ -166,6 +245,14 @@ def trainer_engine(
     backend: str, source: WeightSource, **options: Any
 ) -> TrainerWeightTransferEngine:
     """The trainer's side of an installed backend."""
+    if not isinstance(backend, str):
+        raise InvalidInfo(
+            "A backend is given by its name",
+            where="backend",
+            expected=f"one of {sorted(registry.default().backends)}",
+            got=repr(backend),
+            cure='WeightSync.connect(..., backend="rdma"), say; `vllm-wt list` shows all',
+        )
     spec = registry.default().get(backend).spec
     if spec.kind is Kind.TRANSPORT:
         transport_cls = registry.resolve(str(spec.transport), backend=spec.name)
@@ -176,26 +263,45 @@ def trainer_engine(
     return engine
 
 
-def _as_client(engine: Any) -> Any:
-    if hasattr(engine, "llm_engine"):  # a vllm.LLM, recognised without importing vllm
-        from vllm_wt.clients.local import LocalClient
+def tell(hook: str, **facts: Any) -> None:
+    """Call the observers of a round; what goes wrong in one is logged, and is no error of the round."""
+    try:
+        getattr(registry.default().hooks.hook, hook)(**facts)
+    except Exception:
+        logger.exception("vllm-wt: an observer failed in %s", hook)
 
-        return LocalClient(engine)
-    missing = [
-        name
-        for name in (
-            "init_weight_transfer_engine",
-            "start_weight_update",
-            "update_weights",
-            "finish_weight_update",
-        )
-        if not callable(getattr(engine, name, None))
-    ]
-    if missing:
+
+def _version(value: Any) -> int:
+    """An integer of any library, as int."""
+    try:
+        version = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        version = None
+    if version is None or not 0 <= version < 2**63:
         raise InvalidInfo(
-            "This cannot be an engine",
-            where="engines",
-            expected="a vllm.LLM, or an object with vLLM's four weight-transfer methods",
-            got=f"{type(engine).__name__} without {', '.join(missing)}",
+            "This cannot be a version",
+            where="version",
+            expected="an integer from 0 to 2**63 - 1",
+            got=repr(value),
+            cure="number the versions upwards, by the training step for example",
         )
-    return engine
+    return version
+
+
+def _deadline(value: Any) -> Deadline:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    seconds = float(value) if real else math.nan
+    if not 0 < seconds <= MAX_S:
+        raise InvalidInfo(
+            "This cannot be a deadline",
+            where="deadline_s",
+            expected=f"seconds, more than 0 and at most {MAX_S}",
+            got=repr(value),
+            cure="leave it out for the default",
+        )
+    return Deadline(seconds)
+
+
+def _close_all(clients: Iterable[HttpClient]) -> None:
+    for client in clients:
+        client.close()

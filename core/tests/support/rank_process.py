@@ -1,8 +1,8 @@
 """One rank of two: ``python rank_process.py RANK FILE``. Answers each line of its input by one.
 
 ``{"group_s": seconds}`` makes a new gloo group with that timeout: ``[rank, size]``.
-``{"error": facts or null, "active": bool, "seconds": s}`` is one exchange in the newest group:
-``{"reports": [[error, active], ...]}`` or ``{"raised": name of the class, "says": text}``.
+``{"error": facts or null, "seconds": s}`` is one exchange in the newest group:
+``{"reports": [error, ...]}`` or ``{"raised": name of the class, "says": text}``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _say(answer: object) -> None:
 
 def _exchange(ranks: GroupRanks, order: dict[str, Any]) -> object:
     try:
-        reports = ranks.exchange(Report(order["error"], order["active"]), order["seconds"])
+        reports = ranks.exchange(Report(order["error"]), order["seconds"])
     except Exception as error:
         return {"raised": type(error).__name__, "says": str(error)}
-    return {"reports": [[report.error, report.active] for report in reports]}
+    return {"reports": [report.error for report in reports]}
 
 
 def main() -> None:

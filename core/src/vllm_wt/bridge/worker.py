@@ -11,7 +11,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine as VllmEngine
 
 from vllm_wt import registry
-from vllm_wt.bridge import compat
+from vllm_wt.bridge import compat, gate
 from vllm_wt.bridge.reload import LayerwiseReload
 from vllm_wt.engine import WeightTransferEngine, WorkerContext
 from vllm_wt.errors import WeightTransferError, to_text
@@ -36,6 +36,7 @@ class WorkerEngine(VllmEngine):
         self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        gate.open_for(WorkerEngine)
         ranks = compat.worker_ranks(vllm_config.parallel_config)
         context = WorkerContext(
             backend=self.backend, device=device, rank=ranks.rank, size=ranks.size
@@ -69,6 +70,14 @@ class WorkerEngine(VllmEngine):
 
     def finish_weight_update(self) -> None:
         self._guarded(self.round.finish)
+
+    def refuse_draft_update(self) -> None:
+        """Instead of a draft update that vLLM would refuse on every rank; see `gate`."""
+        self._guarded(
+            self.round.refuse,
+            "start_draft_weight_update",
+            "push the target model's weights; draft models are not supported yet",
+        )
 
     def shutdown(self) -> None:
         self.round.shutdown()

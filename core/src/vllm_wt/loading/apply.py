@@ -20,6 +20,13 @@ class ModelLoader(Protocol):
             LoadError: The model does not take these tensors, or would be left incomplete.
         """
 
+    def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Look at the values before anything is touched.
+
+        Raises:
+            LoadError: Two tensors for one parameter differ.
+        """
+
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load everything, in one step during which no forward pass may run.
 

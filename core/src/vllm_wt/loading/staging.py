@@ -36,12 +36,14 @@ class Staging:
                     f"Received {name!r}, which "
                     + ("was received already" if expected else "was not announced"),
                     expected="each tensor of the manifest once",
+                    cure="this is a bug of the backend: report it to its authors",
                 )
             if (got := meta_of(name, tensor)) != expected:
                 raise ManifestMismatch(
                     f"Received {name!r} in another form than announced",
                     expected=f"{expected.dtype} {list(expected.shape)}",
                     got=f"{got.dtype} {list(got.shape)}",
+                    cure="this is a bug of the backend: report it to its authors",
                 )
             self._received[name] = tensor
 
@@ -54,6 +56,7 @@ class Staging:
                 "The update is not complete",
                 expected=f"{len(self._manifest)} tensors, {self._manifest.nbytes} bytes",
                 got=f"{len(self._received)} tensors, {nbytes} bytes, first missing {missing[:3]}",
+                cure="push again; if it stays, report it to the authors of the backend",
             )
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:

@@ -245,7 +245,13 @@ class Endpoint:
 
     def _done(self, state: str) -> bool:
         if state not in {"DONE", "PROC"}:
-            raise TransportError("A read failed", backend=BACKEND, where="read", got=state)
+            raise TransportError(
+                "A read failed",
+                backend=BACKEND,
+                where="read",
+                got=state,
+                cure="push again, which connects anew",
+            )
         return state == "DONE"
 
     def _typed(self, where: str, got: str | None = None) -> _Typed:

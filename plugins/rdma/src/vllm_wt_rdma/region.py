@@ -71,4 +71,5 @@ def _describe(index: int, tensor: torch.Tensor) -> BufferInfo:
         where=f"buffer {index}",
         expected=expected,
         got=got,
+        cure="see what was expected; pinned memory may be limited (`ulimit -l`)",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -73,6 +72,7 @@ class NixlTransport:
                 backend=BACKEND,
                 expected=_NAME.pattern,
                 got=repr(name),
+                cure="use letters, digits and the characters of the pattern",
             )
         self.name = name
         self._device = device
@@ -180,6 +180,7 @@ class NixlTransport:
                 where="prepare",
                 expected=f"at most {self.properties.max_descriptors}",
                 got=len(copies),
+                cure="send fewer, larger tensors",
             )
         owners = {name: self._require_open(name) for name in dict.fromkeys(c.owner for c in copies)}
         sources = {name: info.buffers for name, info in owners.items()}
@@ -219,7 +220,10 @@ class NixlTransport:
             )
         if plan.prepared.busy:
             raise WrongOrder(
-                "The plan's last pass is still under way", backend=BACKEND, where="submit"
+                "The plan's last pass is still under way",
+                backend=BACKEND,
+                where="submit",
+                cure="poll it to its end, or cancel it, before the next submit",
             )
         return Operation(self._endpoint, self._words, plan)
 
@@ -299,7 +303,7 @@ class NixlTransport:
                 where="open",
                 got="no answer: it is stopped, doesn't poll, or is out of reach",
             )
-            time.sleep(min(_OPEN_POLL_S, deadline.remaining()))
+            deadline.wait(_OPEN_POLL_S)
             done = self._endpoint.check(beacon.read.number)
 
     def _release_plans(self, stale: Callable[[Prepared], bool]) -> None:
@@ -326,7 +330,10 @@ class NixlTransport:
     def _require_region(self, region: Region, where: str) -> None:
         if region not in self._regions:
             raise TransportError(
-                "The region is not registered with this transport", backend=BACKEND, where=where
+                "The region is not registered with this transport",
+                backend=BACKEND,
+                where=where,
+                cure="register it with this transport first",
             )
 
     def _require_open(self, owner: str) -> NixlHandle:

@@ -37,6 +37,7 @@ class Words:
                 "Too many generations, or owners of plans, at once",
                 backend=BACKEND,
                 expected=_COUNT,
+                cure="revoke what is not read any more, or make another transport",
             )
         slot = self._free.pop()
         self[slot] = 0
@@ -59,5 +60,9 @@ class Words:
     @property
     def _table(self) -> torch.Tensor:
         if self._values is None:
-            raise TransportError("No word has been taken", backend=BACKEND)
+            raise TransportError(
+                "No word has been taken",
+                backend=BACKEND,
+                cure="take one first: this is a bug of the caller",
+            )
         return self._values

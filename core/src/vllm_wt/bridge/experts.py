@@ -1,0 +1,60 @@
+"""Mixture-of-experts kernels that prepare the weights when they are made.
+
+vLLM prepares them once, through ``fused_experts.process_weights_after_loading``, and leaves that out
+where weights are loaded again (0.32): its CPU kernels, which pack the experts, then read unpacked
+ones, and generate nonsense without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_wt.errors import LoadError
+
+
+def refresh(model: torch.nn.Module) -> None:
+    """Prepare the experts again, right after they were loaded."""
+    for _, module, kernel in _preparing(model):
+        kernel.process_weights_after_loading(module)
+
+
+def require_updatable(model: torch.nn.Module, device: torch.device) -> None:
+    """Refuse kernels for which that is not known to be right.
+
+    Raises:
+        LoadError: The kernel is of another platform than CPU, or it has padded the experts.
+    """
+    for name, _, kernel in _preparing(model):
+        padded = getattr(kernel, "_padded_intermediate_size", None)
+        config = kernel.moe_config
+        size = config.intermediate_size_per_partition
+        if device.type != "cpu" or (padded is not None and padded(config) != size):
+            raise LoadError(
+                "The experts are laid out for a kernel that vLLM does not update",
+                where=name,
+                expected="experts as the kernel of vLLM's Triton backend takes them, or its CPU "
+                "kernel without padding",
+                got=type(kernel).__name__,
+                cure="choose another MoE backend for the engine, or restart it for new weights",
+            )
+
+
+def _preparing(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
+    """Layers of unquantised experts whose kernel prepares them: name, layer, kernel."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ != "UnquantizedFusedMoEMethod":
+            continue
+        kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        prepare = getattr(type(kernel), "process_weights_after_loading", None)
+        if prepare is not None and not _is_no_op(type(kernel)):
+            yield name, module, kernel
+
+
+def _is_no_op(kernel: type) -> bool:
+    """Whether the kernel has vLLM's base method, which does nothing."""
+    defined = next(c for c in kernel.__mro__ if "process_weights_after_loading" in vars(c))
+    return defined.__module__.endswith(".modular_kernel")
