@@ -44,13 +44,14 @@ export VLLM_LOGGING_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all lint clean
+.PHONY: help venv demo test test-all soak lint clean
 
 help:
 	@echo "make venv      the development environment, in $(VENV)"
 	@echo "make demo      a trainer pushes weights into a real vLLM engine (ARGS='--tp 2')"
 	@echo "make test      all tests but the slow ones (ARGS='-k registry')"
 	@echo "make test-all  all tests"
+	@echo "make soak      300 rounds, a random fault in every third (VLLM_WT_SOAK_SEED=n)"
 	@echo "make lint      ruff and mypy"
 	@echo "make clean     remove what these targets have made"
 
@@ -82,6 +83,9 @@ test: venv
 
 test-all: venv
 	$(BIN)/pytest $(ARGS)
+
+soak: venv
+	$(BIN)/pytest tests/e2e/test_soak.py -s $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

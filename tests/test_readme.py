@@ -66,6 +66,12 @@ def _list(command: str) -> None:
     assert 'backend="rdma"' in _run(command, timeout=120)
 
 
+def _doctor(command: str) -> None:
+    out = _run(command, timeout=120)
+    assert "0 problems" in out
+    assert 'seen-by-vllm         rdma as backend="rdma"' in out
+
+
 def _bench(command: str) -> None:
     # Whether this host was quiet enough for the bound is not for a test to say.
     result = json.loads(_run(command, timeout=250, codes=(0, 1)).splitlines()[-1])
@@ -80,6 +86,7 @@ CHECKS = {
     "make test": _this_very_command,
     "pip install vllm vllm-wt-rdma": _pip,
     "vllm-wt list": _list,
+    "vllm-wt doctor": _doctor,
     "vllm-wt bench wire --backend rdma --json": _bench,
 }
 

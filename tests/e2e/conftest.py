@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import HttpEngine, http_engine
 from trainers import Trainer
 
 from vllm_wt.clients.local import LocalClient
@@ -57,13 +59,21 @@ class Engine:
 
         return call
 
-    def init(self, init_info: dict[str, Any]) -> None:
-        """vLLM's own call, with the typed error that a client makes of its text."""
+    @property
+    def target(self) -> Any:
+        """What ``WeightSync.connect`` takes."""
+        return self.llm
+
+    def call(self, method: str, *args: Any) -> None:
+        """One of vLLM's own methods, with the typed error that a client makes of its text."""
         try:
             with self._lock:
-                self.client.init_weight_transfer_engine(init_info)
+                getattr(self.client, method)(*args)
         except Exception as error:
-            raise from_text(str(error), where="init") from error
+            raise from_text(str(error), where=method) from error
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", init_info)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker; the answers by rank."""
@@ -102,7 +112,6 @@ class Engine:
         ranks = [{key.split(":")[3] for key in digests} for digests in self.checksums()]
         assert ranks == [{f"tp{rank}"} for rank in range(self.tp)]
         self.rpc("check_health")
-        assert all(state["active"] for state in self.state())
 
     def close_trainers(self) -> None:
         for trainer in self._trainers:
@@ -127,19 +136,61 @@ def _make_engine(folder: Path, shape: ModelShape, tp: int) -> Iterator[Engine]:
         patch.undo()
 
 
+class Engines:
+    """Engines that tests share, an `LLM` or a server at TP 1 or 2, started when first asked for."""
+
+    def __init__(self, folder: Callable[[str], Path], stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._made: dict[tuple[str, int], Any] = {}
+
+    def get(self, kind: str, tp: int) -> Any:
+        if (kind, tp) not in self._made:
+            make = {"llm": contextmanager(_make_engine), "http": http_engine}[kind]
+            # A head of its own at TP 1, one that is tied to the embedding and padded at TP 2.
+            shape = ModelShape(vocab=500, tied=tp == 2)
+            self._made[kind, tp] = self._stack.enter_context(make(self._folder(kind), shape, tp))
+        return self._made[kind, tp]
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with ExitStack() as stack:
+        yield Engines(tmp_path_factory.mktemp, stack)
+
+
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
-def shared_engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    # A head of its own at TP 1, one that is tied to the embedding and padded at TP 2.
-    shape = ModelShape(vocab=500, tied=request.param == 2)
-    yield from _make_engine(tmp_path_factory.mktemp("engine"), shape, request.param)
+def shared_engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
+    engine: Engine = engines.get("llm", request.param)
+    return engine
 
 
 @pytest.fixture
 def engine(shared_engine: Engine) -> Iterator[Engine]:
     yield shared_engine
     shared_engine.close_trainers()
+
+
+@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
+def shared_server(request: pytest.FixtureRequest, engines: Engines) -> HttpEngine:
+    server: HttpEngine = engines.get("http", request.param)
+    return server
+
+
+@pytest.fixture
+def server(shared_server: HttpEngine) -> Iterator[HttpEngine]:
+    yield shared_server
+    shared_server.close_trainers()
+
+
+@pytest.fixture(
+    scope="session",
+    params=[("llm", 1), ("llm", 2), ("http", 1), ("http", 2)],
+    ids=["tp1", "tp2", "http-tp1", "http-tp2"],
+)
+def host(request: pytest.FixtureRequest, engines: Engines) -> Any:
+    """An engine of either kind: ``target``, ``call``, ``tokens``, ``checksums``, ``assert_in_step``."""
+    return engines.get(*request.param)
 
 
 @pytest.fixture

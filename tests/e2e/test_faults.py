@@ -7,7 +7,14 @@ import itertools
 import pytest
 from trainers import in_background, wait_for
 
-from vllm_wt.errors import CorruptTransfer, PeerDead, Timeout, TornModel, TransportError
+from vllm_wt.errors import (
+    CorruptTransfer,
+    PeerDead,
+    Superseded,
+    Timeout,
+    TornModel,
+    TransportError,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -122,27 +129,53 @@ def test_trainer_killed_before_finish(engine):
 
 
 @pytest.mark.parametrize("left", ["failed update", "failed commit"])
-def test_trainer_killed_between_a_failure_and_its_closing_calls(engine, left):
+def test_trainer_killed_after_a_failure(engine, left):
     first = engine.trainer()
     first.call("connect")
     first.call("randomize", 340)
-
-    def die():
-        first.kill()
-        raise ConnectionError("this call never reached the engine")
-
     if left == "failed update":
         engine.fail_once("seal", 0)
-        engine.before["finish_weight_update"] = die
     else:
         engine.fail_once("apply", 0)
-        # The first start is the round's own; the second one would close the failed commit.
-        engine.before["start_weight_update"] = lambda: engine.before.update(start_weight_update=die)
-    with pytest.raises(PeerDead):
+    with pytest.raises((CorruptTransfer, TornModel)):
         first.call("push", 1)
+    first.kill()
     assert [state["torn"] for state in engine.state()] == [left == "failed commit"] * engine.tp
     engine.assert_in_step()
-    _new_trainer_syncs(engine, seed=341)
+    second = engine.trainer()
+    second.call("connect")
+    assert second.call("torn") == (left == "failed commit")
+    checkpoint = second.call("randomize", 341)
+    second.call("push", 1)
+    assert not second.call("torn")
+    assert engine.tokens() == engine.reference(checkpoint)
+    engine.assert_in_step()
+
+
+def test_a_stopped_trainer_that_goes_on_after_it_was_replaced(engine):
+    """At TP 2 vLLM's own refusal of its next call would have put the replies out of step for good."""
+    first, second = engine.trainer(), engine.trainer()
+    first.call("connect")
+    engine.rpc("wt_hold_read")
+    first.call("randomize", 370)
+    pushing = in_background(lambda: first.call("push", 1))
+    wait_for(lambda: all(s["state"] == "receiving" for s in engine.state()))
+    first.stop()
+    checkpoint = second.call("randomize", 371)
+    second.call("connect")
+    second.call("push", 1)
+    first.go_on()
+    with pytest.raises(Superseded, match="Another trainer has connected"):
+        pushing.result(60)
+    engine.assert_in_step()
+    with pytest.raises(Superseded):
+        first.call("push", 2)
+    engine.assert_in_step()
+    assert engine.tokens() == engine.reference(checkpoint)
+    checkpoint = second.call("randomize", 372)
+    second.call("push", 2)  # what the first one has asked for in between does not matter
+    assert engine.tokens() == engine.reference(checkpoint)
+    engine.assert_in_step()
 
 
 def test_trainer_that_stops_polling_times_out_at_connect(engine):

@@ -27,13 +27,13 @@ def test_fifty_rounds(large_engine):
         checkpoint = trainer.call("randomize", version, version == ROUNDS)
         result = trainer.call("push", version)
         if version == SETTLE:
-            worker, rss = engine.rpc("wt_memory"), trainer.call("rss")
+            worker, rss = engine.rpc("wt_memory"), trainer.call("resources")["rss"]
             generation = trainer.call("registrations")
     assert result["nbytes"] > 100e6
     for before, after in zip(worker, engine.rpc("wt_memory"), strict=True):
         assert after["rss"] < before["rss"] + SLACK
         for key in ("arena", "transport", "threads"):
             assert after[key] == before[key], key
-    assert trainer.call("rss") < rss + SLACK
+    assert trainer.call("resources")["rss"] < rss + SLACK
     assert trainer.call("registrations") == generation
     assert engine.tokens() == engine.reference(checkpoint)

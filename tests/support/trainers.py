@@ -59,6 +59,9 @@ class Trainer:
         """Stop the process, as a debugger or a frozen host would."""
         self.process.send_signal(signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)

@@ -30,8 +30,14 @@ class FaultExtension:
             "torn": round_.torn,
             "version": round_.version,
             "meta": [n for n, p in self.model_runner.get_model().named_parameters() if p.is_meta],
-            "active": self._weight_update_active == round_._active,  # type: ignore[attr-defined]
         }
+
+    def wt_close_gate(self) -> None:
+        """vLLM's worker as it comes, without our wrapping."""
+        from vllm.v1.worker.gpu_worker import Worker
+
+        for name in ("start_weight_update", "update_weights", "finish_weight_update"):
+            setattr(Worker, name, getattr(Worker, name).__wrapped__)
 
     def wt_memory(self) -> dict[str, Any]:
         """Resident bytes, the arena's address and the number of threads."""
@@ -44,6 +50,10 @@ class FaultExtension:
             "transport": id(engine._connection.transport),
             "threads": threading.active_count(),
         }
+
+    def wt_resources(self) -> dict[str, int]:
+        """Number of the process, resident bytes, threads, file descriptors."""
+        return resources()
 
     def wt_digests(self) -> dict[str, str]:
         """SHA-256 of every parameter and buffer as the kernels use it."""
@@ -68,8 +78,6 @@ class FaultExtension:
             engine._read = original
             while not self._let_go.wait(0.01):
                 deadline.check("held by the test")
-                if engine._abort.is_set():
-                    break
             original(deadline)
 
         engine._read = held
@@ -92,6 +100,19 @@ class FaultExtension:
             _fail_load_halfway_once(self.model_runner.get_model())
         else:
             raise ValueError(phase)
+
+
+def resources() -> dict[str, int]:
+    """What a process must not have more and more of."""
+    import psutil
+
+    process = psutil.Process()
+    return {
+        "pid": process.pid,
+        "rss": process.memory_info().rss,
+        "threads": process.num_threads(),
+        "fds": process.num_fds(),
+    }
 
 
 def _raise_once(target: Any, name: str) -> None:

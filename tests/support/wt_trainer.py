@@ -11,6 +11,8 @@ from typing import Any
 
 sys.modules["vllm"] = None  # type: ignore[assignment]  # the trainer must do without
 
+from wt_faults import resources
+
 from vllm_wt.clients.relay import RelayClient, RelayServer
 from vllm_wt.deadline import Deadline
 from vllm_wt.session import WeightSync
@@ -26,8 +28,8 @@ class Trainer:
         self._sync: WeightSync | None = None
         self.done = threading.Event()
 
-    def connect(self, deadline_s: float = 60.0) -> None:
-        engine = RelayClient(self._folder / "engine.sock")
+    def connect(self, deadline_s: float = 60.0, url: str | None = None) -> None:
+        engine = url or RelayClient(self._folder / "engine.sock")
         self._sync = WeightSync.connect(
             engine, backend="rdma", source=self._model, deadline_s=deadline_s
         )
@@ -53,10 +55,8 @@ class Trainer:
         assert self._sync is not None
         return self._sync.status()[0].torn
 
-    def rss(self) -> int:
-        import psutil
-
-        return int(psutil.Process().memory_info().rss)
+    def resources(self) -> dict[str, int]:
+        return resources()
 
     def registrations(self) -> int:
         assert self._sync is not None
@@ -79,7 +79,7 @@ def main() -> None:
             "randomize",
             "push",
             "torn",
-            "rss",
+            "resources",
             "registrations",
             "quit",
         )

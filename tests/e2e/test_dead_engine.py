@@ -1,0 +1,54 @@
+"""A worker that is killed takes its vLLM with it: a typed error names the engine, others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from servers import http_engine
+
+from vllm_wt import WeightSync
+from vllm_wt.errors import EngineError, PeerDead
+from vllm_wt.testing.models import ModelShape, random_model, randomize, save_checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+def _one_dies(dying, other, tmp_path):
+    model = random_model(other.shape, seed=900)
+    with WeightSync.connect([dying.target, other.target], backend="rdma", source=model) as sync:
+        sync.push(1)
+        (pid, *_) = (int(worker["pid"]) for worker in dying.rpc("wt_resources"))
+        os.kill(pid, signal.SIGKILL)
+        # vLLM may be in the middle of noticing: then the first error has its words, and is no less
+        # typed.
+        with pytest.raises((PeerDead, EngineError)) as error:
+            sync.push(2)
+        assert error.value.where
+        assert error.value.cure
+        assert "engine0" in str(error.value)
+        first, second = sync.status()
+        assert first.error is not None
+        assert (second.version, second.error) == (1, None)
+    randomize(model, seed=901)
+    with WeightSync.connect(other.target, backend="rdma", source=model) as sync:
+        sync.push(1)
+    save_checkpoint(model, tmp_path / "after")
+    assert other.tokens() == other.reference(tmp_path / "after")
+    other.assert_in_step()
+
+
+@pytest.fixture
+def dying(make_engine):
+    yield from make_engine(ModelShape(vocab=500), tp=1)
+
+
+def test_worker_of_an_llm(dying, engines, tmp_path):
+    _one_dies(dying, engines.get("llm", 1), tmp_path)
+
+
+@pytest.mark.slow
+def test_worker_of_a_server(engines, tmp_path):
+    with http_engine(tmp_path, ModelShape(vocab=500), 1) as dying:
+        _one_dies(dying, engines.get("http", 1), tmp_path)
