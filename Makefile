@@ -85,7 +85,7 @@ test-all: venv
 	$(BIN)/pytest $(ARGS)
 
 soak: venv
-	$(BIN)/pytest tests/e2e/test_soak.py -s $(ARGS)
+	$(BIN)/pytest tests/e2e/test_soak.py $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

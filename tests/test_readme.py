@@ -6,15 +6,22 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from vllm_wt.errors import EngineError, PeerDead
+from vllm_wt.testing.models import ModelShape, random_model, save_checkpoint
+from vllm_wt.testing.servers import EngineProcess, ask_http
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.S | re.M)
 
 
 def _commands() -> list[str]:
@@ -72,6 +79,31 @@ def _doctor(command: str) -> None:
     assert 'seen-by-vllm         rdma as backend="rdma"' in out
 
 
+def _server(command: str) -> None:
+    """As printed, on a small model; `doctor` finds nothing wrong with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(random_model(ModelShape(), seed=0), Path(folder))
+        setting, python, *arguments = shlex.split(command.replace("$MODEL", folder))
+        assert (setting, python) == ("VLLM_SERVER_DEV_MODE=1", "python")
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        small = f"--host 127.0.0.1 --port {port} --dtype float32 --max-model-len 64 --enforce-eager"
+        advised = re.search(r"On a CPU add `(.*?)`", README).group(1)
+        arguments += [*small.split(), "--skip-tokenizer-init", *advised.split()]
+        url = f"http://127.0.0.1:{port}"
+        with EngineProcess(arguments, os.environ | {"VLLM_SERVER_DEV_MODE": "1"}) as engine:
+            engine.wait_until(lambda: _answers(url), 200)
+            assert "0 problems" in _run(f"vllm-wt doctor {url}", timeout=60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        ask_http(url, "/health")
+    except (PeerDead, EngineError):
+        return False
+    return True
+
+
 def _bench(command: str) -> None:
     # Whether this host was quiet enough for the bound is not for a test to say.
     result = json.loads(_run(command, timeout=250, codes=(0, 1)).splitlines()[-1])
@@ -87,6 +119,8 @@ CHECKS = {
     "pip install vllm vllm-wt-rdma": _pip,
     "vllm-wt list": _list,
     "vllm-wt doctor": _doctor,
+    "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model $MODEL "
+    """--weight-transfer-config '{"backend": "rdma"}'""": _server,
     "vllm-wt bench wire --backend rdma --json": _bench,
 }
 
@@ -109,5 +143,5 @@ def test_python_blocks_compile():
 
 
 def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target

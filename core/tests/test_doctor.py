@@ -640,7 +640,7 @@ def test_a_good_server(vllm_server: Server, capsys: pytest.CaptureFixture[str]) 
     assert main(["doctor", vllm_server.url + "/", "--token", "secret", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert {check["id"]: check["found"] for check in said["checks"]} == {
-        "server-reachable": vllm_server.url + "/",
+        "server-reachable": vllm_server.url,
         "server-health": "healthy",
         "server-version": "vLLM 0.32.0",
         "server-workers": "2 workers",
@@ -651,6 +651,13 @@ def test_a_good_server(vllm_server: Server, capsys: pytest.CaptureFixture[str]) 
     assert {check["status"] for check in said["checks"]} == {"ok"}
     assert vllm_server.seen[0] == ("/health", "Bearer secret")
     assert vllm_server.seen[-1][0] == "/server_info?config_format=json"
+
+
+def test_the_url_of_the_inference_api(vllm_server: Server) -> None:
+    found = by_id(list(server.examine(vllm_server.url + "/v1/", None)))
+    assert found["server-url"].status == "warning"
+    assert found["server-url"].cure == f"connect to {vllm_server.url}"
+    assert {finding.status for finding in found.values()} == {"ok", "warning"}
 
 
 @pytest.mark.parametrize(

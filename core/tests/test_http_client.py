@@ -273,6 +273,7 @@ def test_closed_client(server):
         ("ftp://me:p4ss@host", "is neither http nor https", "ftp://[secret]@host"),
         ("http://host/?a=b", "has more than a path", "http://host/?a=b"),
         ("http://host/#a", "has more than a path", "http://host/#a"),
+        ("http://host/p/v1/", "is that of vLLM's inference API", "http://host/p/v1/"),
     ],
 )
 def test_wrong_url(url, what, got):
@@ -282,7 +283,9 @@ def test_wrong_url(url, what, got):
     assert error.what.startswith(f"The server's URL {what}") or SECRET in url
     assert (error.where, error.got) == ("url", got)
     assert error.expected == "http://host:port or https://host:port, and maybe a path"
-    assert "token=" in error.cure
+    cures = {"is neither": "put http://", "is that": "leave out the /v1"}
+    cure = next((cure for start, cure in cures.items() if what.startswith(start)), "token=")
+    assert cure in error.cure
     assert "p4ss" not in text_of(error)
 
 
@@ -418,7 +421,8 @@ def test_words_in_other_forms(server, client, body, words):
             404,
             UnsupportedVllm,
             "The server has no such route",
-            "start the server with VLLM_SERVER_DEV_MODE=1 and a weight_transfer_config",
+            "check host, port and path of the URL; a vLLM server has the route when it was started "
+            "with VLLM_SERVER_DEV_MODE=1",
         ),
         (405, EngineError, "The engine failed", "look at the server's log"),
         (503, EngineError, "The engine failed", "wait until the server is up and not paused"),

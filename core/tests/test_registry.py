@@ -244,8 +244,8 @@ def test_get_of_an_unknown_name(site, name):
         _load(site).get(name)
     assert str(caught.value) == (
         "There is no backend 'slow'. Backend: slow. Expected: one of ['exact', 'fast']. "
-        "Cure: install the package that provides it (pip install vllm-wt-slow, by custom); "
-        "`vllm-wt list` shows what is there."
+        "Cure: `vllm-wt list` shows what is installed; each backend comes in a package of its own, "
+        "this project's as vllm-wt-<name>."
     )
 
 

@@ -692,7 +692,7 @@ _AsyncLLM.__name__ = "AsyncLLM"
     [
         ([], {"a": torch.ones(1)}, InvalidInfo, "no engines", "at least one"),
         (object(), {"a": torch.ones(1)}, InvalidInfo, "cannot be an engine", "wrap it"),
-        ("engine:8000", {"a": torch.ones(1)}, InvalidInfo, "neither http nor https", "token="),
+        ("engine:8000", {"a": torch.ones(1)}, InvalidInfo, "neither http nor https", "put http://"),
         (_AsyncLLM(), {"a": torch.ones(1)}, InvalidInfo, "event loop", "AsyncLocalClient"),
         (["http://a", "http://a"], {"a": torch.ones(1)}, InvalidInfo, "given twice", "leave one"),
         (None, 3, InvalidInfo, "cannot be a source", ""),
@@ -746,8 +746,9 @@ def test_a_backend_that_is_no_name(engine, backend):
 @pytest.mark.parametrize(
     ("name", "cure"),
     [
-        ("nosuch", "install the package that provides it (pip install vllm-wt-nosuch, by custom)"),
-        ("rdmaa", "did you mean 'rdma'? If not, install"),
+        ("nosuch", "`vllm-wt list` shows what is installed; each backend comes in a package"),
+        ("rdmaa", "did you mean 'rdma'? `vllm-wt list`"),
+        ("sharded_rdt", "choose one of these; 'sharded_rdt' is a backend of vLLM's own"),
     ],
 )
 def test_unknown_backend(engine, name, cure):

@@ -30,16 +30,29 @@ def _transpose(state):
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].t().contiguous()
 
 
+def _compiled(state):
+    for name in list(state):
+        state[f"_orig_mod.{name}"] = state.pop(name)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_without(NORM), "model.norm.weight"),
         (_without(K_PROJ), "model.layers.1.self_attn.qkv_proj.weight"),
         (_without("model.embed_tokens.weight"), "model.embed_tokens.weight"),
-        (_add_unknown, "does not take these weights"),
-        (_transpose, "does not take these weights"),
+        (_add_unknown, "does not take these weights: it refuses 'model.layers.7.mlp.up_proj"),
+        (_transpose, "does not take these weights: it refuses 'model.embed_tokens.weight'"),
+        (_compiled, "Cure: torch.compile has wrapped the module: give model._orig_mod"),
     ],
-    ids=["missing", "part of a fused one missing", "embedding missing", "unknown", "wrong shape"],
+    ids=[
+        "missing",
+        "part of a fused one missing",
+        "embedding missing",
+        "unknown",
+        "wrong shape",
+        "compiled",
+    ],
 )
 def test_refused_at_connect(engine, change, message):
     state = dict(random_model(engine.shape, seed=50).named_parameters())

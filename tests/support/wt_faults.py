@@ -38,6 +38,7 @@ class FaultExtension:
 
         for name in ("start_weight_update", "update_weights", "finish_weight_update"):
             setattr(Worker, name, getattr(Worker, name).__wrapped__)
+        self._weight_update_active = False
 
     def wt_memory(self) -> dict[str, Any]:
         """Resident bytes, the arena's address and the number of threads."""

@@ -39,6 +39,10 @@ _FACTS = ("where", "expected", "got", "cure", "backend", "engine")
 _MAX_FACT = 600
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_FACT else f"{text[: _MAX_FACT - 3]}..."
+
+
 class WeightTransferError(Exception):
     """Base of all errors. ``what`` is a sentence; the other facts are optional.
 
@@ -98,13 +102,13 @@ class WeightTransferError(Exception):
 
     def facts(self) -> dict[str, Any]:
         """The error as JSON-safe data, each text cut to a bounded length."""
-        facts: dict[str, Any] = {"code": self.code, "what": self.what[:_MAX_FACT]}
+        facts: dict[str, Any] = {"code": self.code, "what": _cut(self.what)}
         for name in _FACTS:
             value = getattr(self, name)
             if value is not None:
-                facts[name] = str(value)[:_MAX_FACT]
+                facts[name] = _cut(str(value))
         if self.ranks:
-            facts["ranks"] = {str(rank): text[:_MAX_FACT] for rank, text in self.ranks.items()}
+            facts["ranks"] = {str(rank): _cut(text) for rank, text in self.ranks.items()}
         return facts
 
 

@@ -22,6 +22,8 @@ from vllm_wt.errors import BackendUnavailable, PluginError
 from vllm_wt.spec import BackendSpec
 
 GROUP = "vllm.weight_transfer"
+VLLMS_OWN = frozenset({"ipc", "modelexpress", "nccl", "nccl_m2n", "sharded_rdt", "sparse_nccl"})
+"""Backends that vLLM itself has, in some release of 0.25 to 0.33."""
 ALLOW_LIST = "VLLM_WT_PLUGINS"
 """Environment variable: comma-separated backend names to load; unset loads all, empty loads none."""
 
@@ -86,11 +88,15 @@ class Registry:
     def _cure(self, name: str) -> str:
         if name in self.left_out:
             return f"name it in {ALLOW_LIST}, or unset that"
+        if name in VLLMS_OWN:
+            return (
+                f"choose one of these; {name!r} is a backend of vLLM's own, not driven by vllm-wt"
+            )
         near = difflib.get_close_matches(name, self.backends, 1)
-        guess = f"did you mean {near[0]!r}? If not, " if near else ""
+        guess = f"did you mean {near[0]!r}? " if near else ""
         return (
-            f"{guess}install the package that provides it (pip install vllm-wt-{name}, by custom); "
-            "`vllm-wt list` shows what is there"
+            f"{guess}`vllm-wt list` shows what is installed; each backend comes in a package of its "
+            "own, this project's as vllm-wt-<name>"
         )
 
 

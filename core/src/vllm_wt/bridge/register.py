@@ -10,8 +10,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "wt_"
 """Every backend is registered under this prefix, and without it where vLLM leaves the name free."""
-VLLMS_OWN = frozenset({"ipc", "modelexpress", "nccl", "nccl_m2n", "sharded_rdt", "sparse_nccl"})
-"""Backends that vLLM itself has, in some release of 0.25 to 0.33."""
 
 
 def register() -> None:
@@ -46,7 +44,7 @@ def names_in_vllm(backend: str) -> tuple[str, ...]:
     A bare name that vLLM has a backend of its own for (facts of 0.16 to 0.33) means that one.
     """
     prefixed = PREFIX + backend
-    return (prefixed,) if backend in VLLMS_OWN else (backend, prefixed)
+    return (prefixed,) if backend in registry.VLLMS_OWN else (backend, prefixed)
 
 
 def name_in_vllm(backend: str) -> str:

@@ -24,6 +24,9 @@ from vllm_wt.packing import as_bytes
 
 logger = logging.getLogger(__name__)
 
+_WORDS = 160
+"""Characters of vLLM's own words in an error."""
+
 
 class LayerwiseReload:
     """Implements `vllm_wt.loading.apply.ModelLoader` for a live vLLM model.
@@ -73,10 +76,11 @@ class LayerwiseReload:
                 return
             except Exception as error:
                 raise LoadError(
-                    f"The model does not take these weights: {type(error).__name__}: {error}",
-                    where=stamps.current,
-                    expected="the names and shapes of the model's checkpoint",
-                    cure="send the tensors under their checkpoint names and in full shape",
+                    f"The model does not take these weights: it refuses {stamps.sent!r}",
+                    where=f"load_weights, {stamps.current or 'by name'}",
+                    expected="the names and full shapes of the model's checkpoint",
+                    got=_shortened(f"{type(error).__name__}: {error}"),
+                    cure=_cure(stamps.sent),
                 ) from error
             finally:
                 stamps.remove()
@@ -148,6 +152,26 @@ class LayerwiseReload:
             if id(weight) in owners and isinstance(method, UnquantizedEmbeddingMethod):
                 method.process_weights_after_loading(module)
             owners.setdefault(id(weight), module)
+
+
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile has wrapped the module: give model._orig_mod",
+    "module.": "data parallelism has wrapped the module: give model.module",
+    "base_model.model.": "PEFT has wrapped the module: merge the adapter and give model.base_model",
+}
+"""What a wrapper puts before each name, and the way back."""
+
+
+def _cure(name: str) -> str:
+    for prefix, cure in _WRAPPERS.items():
+        if name.startswith(prefix):
+            return cure
+    return "send the tensors under their checkpoint names and in full shape"
+
+
+def _shortened(text: str) -> str:
+    """vLLM lists all of its parameters, under names that no checkpoint has."""
+    return text if len(text) <= _WORDS else f"{text[:_WORDS]}..."
 
 
 def _uncovered(

@@ -29,7 +29,8 @@ class Stamps:
         """Elements that were written to each parameter."""
         self.current: str | None = None
         """The parameter whose loader runs, or ran when it failed."""
-        self._sent = ""
+        self.sent = ""
+        """The tensor that the model was given last."""
         self._by_name: dict[Destination, dict[str, int]] = {}
         self._undo: list[tuple[torch.Tensor, Any]] = []
         for module in model.modules():
@@ -62,7 +63,7 @@ class Stamps:
     def storageless(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a manifest without their values, for the model's ``load_weights``."""
         for meta in manifest.tensors:
-            self._sent = meta.name
+            self.sent = meta.name
             yield meta.name, torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device="meta")
 
     def twins(
@@ -84,7 +85,7 @@ class Stamps:
     def _note(self, destination: Destination, numel: int) -> None:
         self.written[destination] = self.written.get(destination, 0) + numel
         by_name = self._by_name.setdefault(destination, {})
-        by_name[self._sent] = by_name.get(self._sent, 0) + numel
+        by_name[self.sent] = by_name.get(self.sent, 0) + numel
 
     def remove(self) -> None:
         for tensor, previous in self._undo:

@@ -221,7 +221,8 @@ class AsyncLocalClient:
             raise WrongOrder(
                 "This blocks the event loop that the engine needs to answer",
                 where=where,
-                cure="call it on a thread: await asyncio.to_thread(sync.push, version)",
+                cure="call WeightSync on a thread: await asyncio.to_thread(WeightSync.connect, client, "
+                "...), and await asyncio.to_thread(sync.push, version)",
             )
         if self._loop.is_closed() or not self._loop.is_running():
             raise WrongOrder(

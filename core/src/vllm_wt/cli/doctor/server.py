@@ -45,8 +45,12 @@ class Answer:
 
 def examine(url: str, token: str | None) -> Iterator[Finding]:
     """Findings about the server at ``url``."""
+    url = url.rstrip("/")
+    if url.endswith("/v1"):
+        url = url.removesuffix("/v1")
+        yield Finding("server-url", "warning", "looked without /v1", f"connect to {url}")
     try:
-        answers = asyncio.run(_ask(url.rstrip("/"), token))
+        answers = asyncio.run(_ask(url, token))
     except ImportError:
         yield Finding("server-reachable", "problem", "httpx is not installed", "pip install httpx")
         return

@@ -22,7 +22,9 @@ _VALUE = re.compile(r"([\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?)?")
 def checked_url(url: Any) -> str:
     """The URL without its last slash."""
 
-    def wrong(what: str) -> InvalidInfo:
+    def wrong(
+        what: str, cure: str = "a token belongs into token=, other credentials into headers="
+    ) -> InvalidInfo:
         # Whatever is before an @ may be a password.
         shown = re.sub(r"//.*@", "//[secret]@", url) if isinstance(url, str) else repr(url)
         return InvalidInfo(
@@ -30,7 +32,7 @@ def checked_url(url: Any) -> str:
             where="url",
             expected="http://host:port or https://host:port, and maybe a path",
             got=shown[:200],
-            cure="a token belongs into token=, other credentials into headers=",
+            cure=cure,
         )
 
     try:
@@ -41,7 +43,7 @@ def checked_url(url: Any) -> str:
     except (httpx.InvalidURL, TypeError, UnicodeError):
         raise wrong("is no URL") from None
     if given.scheme not in ("http", "https"):
-        raise wrong("is neither http nor https")
+        raise wrong("is neither http nor https", "put http:// or https:// before host and port")
     if not given.host:
         raise wrong("has no host")
     if given.port is not None and not 0 < given.port < 65536:
@@ -50,6 +52,8 @@ def checked_url(url: Any) -> str:
         raise wrong("has credentials in it")
     if given.query or given.fragment or "?" in url or "#" in url:
         raise wrong("has more than a path")
+    if given.path.rstrip("/").endswith("/v1"):
+        raise wrong("is that of vLLM's inference API", "leave out the /v1 at its end")
     return str(given).rstrip("/")
 
 

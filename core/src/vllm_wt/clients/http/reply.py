@@ -20,8 +20,8 @@ _IS_IT_VLLM = (
     "check that the URL is that of a vLLM OpenAI server, and no other service or proxy page"
 )
 _NO_ROUTE = (
-    "start the server with VLLM_SERVER_DEV_MODE=1 and a weight_transfer_config "
-    "(--weight-transfer-config), and check the path in the URL"
+    "check host, port and path of the URL; a vLLM server has the route when it was started with "
+    "VLLM_SERVER_DEV_MODE=1 and a weight_transfer_config (--weight-transfer-config)"
 )
 _CURES = {
     400: "mend what the server's words name; vLLM 0.25 to 0.33 is supported",
