@@ -338,7 +338,7 @@ def test_wrong_timeouts(value):
     with pytest.raises(InvalidInfo) as caught:
         Timeouts(start_s=value)
     assert str(caught.value) == (
-        "Timeouts has a wrong value in the field 'start_s'. Where: start_s. "
+        "The field 'start_s' has a wrong value. Where: start_s. "
         f"Expected: seconds, more than 0. Got: {value!r}. Cure: leave it out for the default."
     )
 

@@ -327,7 +327,8 @@ def test_no_server(path):
     with pytest.raises(PeerDead) as caught:
         RelayClient(path)
     assert str(caught.value) == (
-        f"No engine answers at {path}: [Errno 2] No such file or directory. "
+        f"No engine answers at {path}: [Errno 2] No such file or directory. Where: {path}. "
+        "Expected: the socket of a RelayServer. Got: FileNotFoundError. "
         "Cure: start the engine first."
     )
 
@@ -829,3 +830,25 @@ def test_a_call_that_was_interrupted_leaves_no_answer_for_the_next(path, monkeyp
     with pytest.raises(PeerDead):
         client.call("echo", 2)
     server.close()
+
+
+def test_two_threads_get_their_own_answers(connect):
+    client = connect()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda n: client.call("echo", n), range(400)))
+    assert answers == [[n] for n in range(400)]
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x\0y", "x\0y", "\ud800"])
+def test_what_cannot_be_a_path(path):
+    with pytest.raises(InvalidInfo) as error:
+        RelayClient(path)
+    assert error.value.where == "path"
+    assert error.value.cure
+
+
+@pytest.mark.parametrize("seconds", [None, "x", -1, 0, True, float("nan"), float("inf"), 10**400])
+def test_what_cannot_be_a_timeout(tmp_path, seconds):
+    with pytest.raises(InvalidInfo, match="'timeout_s' has a wrong value") as error:
+        RelayClient(tmp_path / "x.sock", timeout_s=seconds)
+    assert error.value.expected == "seconds, more than 0"

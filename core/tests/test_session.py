@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_wt import registry, session
+from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import (
@@ -90,6 +91,16 @@ def connect(monkeypatch, transport_cls):
     yield connect
     for sync in opened:
         sync.close()
+
+
+class Odd:
+    """Nothing can be made of it, not even a text."""
+
+    def __index__(self):
+        raise ZeroDivisionError
+
+    def __repr__(self):
+        raise ZeroDivisionError
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -498,6 +509,70 @@ def test_a_source_that_fails(connect, engine, loader):
     assert loader.weights
 
 
+def test_values_that_change_during_a_push_are_never_committed(connect, engine, loader, monkeypatch):
+    source = state()
+    sync = connect(engine, source)
+    sync.push(1)
+    before = dict(loader.weights)
+    update = engine.update_weights
+
+    def training(info):
+        update(info)
+        if info["op"] == "open":
+            source["plain"].add_(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "update_weights", training)
+        with pytest.raises(ManifestMismatch, match="written to while the workers") as error:
+            sync.push(2)
+    assert "before the next training step" in error.value.cure
+    assert_equal(loader.weights, before)
+    sync.push(2)
+    assert_equal(loader.weights, source)
+
+
+def test_tensors_of_inference_mode_are_taken(connect, engine, loader):
+    with torch.inference_mode():
+        source = {"a": torch.ones(3)}
+    connect(engine, source).push(1)
+    assert_equal(loader.weights, source)
+
+
+def test_a_source_that_changes_after_the_commit_changes_nothing_of_the_result(
+    connect, engine, loader, monkeypatch
+):
+    source = {"a": torch.ones(3)}
+    sync = connect(engine, source)
+    finish = engine.finish_weight_update
+
+    def then_change(weight_version=None):
+        finish(weight_version)
+        source["b"] = None
+
+    monkeypatch.setattr(engine, "finish_weight_update", then_change)
+    result = sync.push(1)
+    assert (result.tensors, result.nbytes) == (1, 12)
+
+
+def test_a_torn_engine_that_cannot_be_asked_stays_torn(connect, engine, loader, monkeypatch):
+    sync = connect(engine, state())
+    loader.fail = ValueError("layer")
+    with pytest.raises(TornModel):
+        sync.push(1)
+
+    def gone(*args):
+        raise PeerDead("nobody there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "finish_weight_update", gone)
+        with pytest.raises(PeerDead):
+            sync.push(2)
+        patch.setattr(engine, "update_weights", gone)
+        (status,) = sync.status()
+    assert status.torn
+    assert "nobody there" in status.error
+
+
 def test_tensors_that_are_made_for_a_pass_are_copied(connect, engine, loader, fabric):
     class Made(StateDictSource):
         made = frozenset(["a"])
@@ -516,7 +591,8 @@ def test_tensors_that_are_made_for_a_pass_are_copied(connect, engine, loader, fa
 
 
 @pytest.mark.parametrize(
-    "version", [-1, 2**63, 1.0, True, "1", None, float("nan"), torch.ones(2), torch.tensor(1.5)]
+    "version",
+    [-1, 2**63, 1.0, True, "1", None, float("nan"), torch.ones(2), torch.tensor(1.5), Odd()],
 )
 def test_what_cannot_be_a_version(connect, engine, version):
     sync = connect(engine, state())
@@ -525,7 +601,7 @@ def test_what_cannot_be_a_version(connect, engine, version):
         sync.push(version)
     assert error.value.where == "version"
     assert "an integer from 0" in error.value.expected
-    assert error.value.got == repr(version)
+    assert error.value.got == shown(version)
     assert engine.calls == []
 
 
@@ -549,11 +625,13 @@ def test_a_version_that_does_not_advance(connect, engine, loader, version):
     sync.push(6)
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True, "5", None, 86401])
+@pytest.mark.parametrize(
+    "seconds", [0, -1, float("nan"), float("inf"), True, "5", None, 86401, 10**400, Odd()]
+)
 def test_what_cannot_be_a_deadline(connect, engine, seconds):
     with pytest.raises(InvalidInfo, match="cannot be a deadline") as error:
         connect(engine, state(), deadline_s=seconds)
-    assert (error.value.where, error.value.got) == ("deadline_s", repr(seconds))
+    assert (error.value.where, error.value.got) == ("deadline_s", shown(seconds))
     sync = connect(engine, state())
     with pytest.raises(InvalidInfo, match="cannot be a deadline"):
         sync.push(1, deadline_s=seconds)

@@ -48,7 +48,7 @@ def _refused(engine, error_cls, call, *args):
 def _commits(engine, sync, version):
     before = engine.checksums()
     with torch.no_grad():
-        for param in sync._source._module.parameters():
+        for param in sync._trainer.source._module.parameters():
             param.mul_(1 + 0.01 * next(_changes))
     sync.push(version)
     assert engine.checksums() != before
@@ -112,7 +112,7 @@ def test_releasing_the_trainer_in_the_middle_of_a_round(engine, sync):
     engine.rpc("shutdown_weight_transfer_engine")  # vLLM 0.32's
     error = _refused(engine, WrongOrder, "start_weight_update")
     assert error.what == "start_weight_update before init_weight_transfer_engine"
-    with WeightSync.connect(engine.llm, backend="rdma", source=sync._source) as again:
+    with WeightSync.connect(engine.llm, backend="rdma", source=sync._trainer.source) as again:
         _commits(engine, again, 1)
 
 

@@ -121,7 +121,8 @@ class EngineLink:
     def deliver(self, version: int, deadline: Deadline) -> Stages:
         """One round: start, open, wait, seal, finish, confirm.
 
-        After an error the engine has its old weights, unless :attr:`torn`.
+        After an error the engine has its old weights, unless just the answer to the commit got lost,
+        or the commit failed in the middle: :meth:`ask` tells.
         """
         began = time.perf_counter()
         # The trainer serves until the round is closed, a failed one too: with UCX over TCP a reader
@@ -215,7 +216,7 @@ class EngineLink:
         try:
             self._call("finish_weight_update", str(version))
         except WeightTransferError as error:
-            self.torn = isinstance(error, TornModel)
+            self.torn = self.torn or isinstance(error, TornModel)
             if not self._answers:
                 raise
             with suppress(WeightTransferError):

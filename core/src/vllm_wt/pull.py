@@ -219,6 +219,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._region: Any = None
         self._exposed: list[tuple[int, torch.Tensor]] = []
         self._copies: dict[str, torch.Tensor] = {}
+        self._changes: list[int | None] = []
         self._generation = 0
         self._ticket = 0
         self._version = 0
@@ -309,6 +310,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         if buffers and buffers[0].is_cuda:
             torch.cuda.synchronize(buffers[0].device)  # readers see memory, not our streams
         places = [buffer.data_ptr() for buffer in buffers]
+        self._changes = [_changes(buffer) for buffer in buffers]
         with self._lock:
             if self._region is not None and places == [place for place, _ in self._exposed]:
                 return
@@ -320,9 +322,9 @@ class PullTrainer(TrainerWeightTransferEngine):
                 self._transport.revoke(self._generation)
                 self._transport.unregister(former)
             self._region = self._transport.register([as_bytes(buffer) for buffer in buffers])
+            self._generation += 1  # first: one that was revoked must not be told again
             # Holding the tensors keeps their memory from being freed under a reader.
             self._exposed = list(zip(places, buffers, strict=True))
-            self._generation += 1
 
     def _require_in_place(self) -> None:
         """What the workers have read was in the memory that was exposed, all the time."""
@@ -334,6 +336,15 @@ class PullTrainer(TrainerWeightTransferEngine):
                     expected="memory that stays until push returns",
                     got="other memory, or none",
                     cure="let push return before memory is freed or resized; nothing was committed",
+                )
+        for (_, buffer), before in zip(self._exposed, self._changes, strict=True):
+            if _changes(buffer) != before:
+                raise ManifestMismatch(
+                    "A tensor was written to while the workers were reading it",
+                    where=f"a tensor of {buffer.dtype} {list(buffer.shape)}",
+                    expected="values that stay until push returns",
+                    got="a change in place",
+                    cure="let push return before the next training step; nothing was committed",
                 )
 
     def _handle(self) -> Handle:
@@ -356,6 +367,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     )
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return tensor.untyped_storage().nbytes() >= end
+
+
+def _changes(tensor: torch.Tensor) -> int | None:
+    """How often autograd says that it was written to; it does not count tensors of inference."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _require_memory(name: str, tensor: torch.Tensor) -> None:

@@ -18,10 +18,12 @@ from typing_extensions import Self
 from vllm_wt import registry
 from vllm_wt.clients import as_clients
 from vllm_wt.clients.http import HttpClient
+from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
 from vllm_wt.delivery import EngineLink, Stages, reading
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import InvalidInfo, WeightTransferError, WrongOrder
+from vllm_wt.manifest import Manifest
 from vllm_wt.pull import PullTrainer
 from vllm_wt.source import WeightSource, as_source
 from vllm_wt.spec import Kind
@@ -77,12 +79,12 @@ class WeightSync:
     def __init__(
         self,
         trainer: TrainerWeightTransferEngine,
-        source: WeightSource,
+        manifest: Manifest,
         links: list[EngineLink],
         owned: Sequence[HttpClient],
     ) -> None:
         self._trainer = trainer
-        self._source = source
+        self._manifest = manifest
         self._links = links
         self._owned = owned
         self._closed = False
@@ -121,6 +123,7 @@ class WeightSync:
         clients, owned = as_clients(engines)
         try:
             with reading("connect"):
+                manifest = weights.manifest()
                 trainer = trainer_engine(backend, weights, **options)
         except BaseException:
             _close_all(owned)
@@ -136,20 +139,21 @@ class WeightSync:
             trainer.shutdown()
             _close_all(owned)
             raise
-        return cls(trainer, weights, links, owned)
+        return cls(trainer, manifest, links, owned)
 
     def push(self, version: int, *, deadline_s: float = ROUND_S) -> PushResult:
         """Put the source's current weights into every engine.
 
         Args:
             version: Larger than what any engine has committed in this session; 0 or more.
-            deadline_s: Seconds for the whole of it.
+            deadline_s: Seconds for the transfer. An engine that does not answer at all is given up at
+                the limits of its client, which are longer; a commit under way is waited for.
 
         Raises:
             InvalidInfo: The version does not advance.
             WrongOrder: The session is closed, or another call of it is running.
             WeightTransferError: An engine could not take them. It still has its old weights, unless
-                :meth:`status` calls it torn.
+                just the answer got lost, or the commit failed in the middle: :meth:`status` tells.
         """
         version = _version(version)
         deadline = _deadline(deadline_s)
@@ -172,7 +176,7 @@ class WeightSync:
             self._trainer.publish(version, deadline)
         gathered = time.perf_counter()
         stages = {link.name: link.deliver(version, deadline) for link in self._links}
-        manifest = self._source.manifest()
+        manifest = self._manifest  # the source's own may have changed since
         return PushResult(
             version=version,
             nbytes=manifest.nbytes,
@@ -221,18 +225,21 @@ class WeightSync:
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise WrongOrder(
-                f"{call} while another call of this session is running",
-                where=call,
-                expected="one call at a time",
-                got="a second one, from another thread or from within the first",
-                cure="wait for the first, or use one session a thread with engines of its own",
-            )
+        mine = False
         try:
+            mine = self._busy.acquire(blocking=False)
+            if not mine:
+                raise WrongOrder(
+                    f"{call} while another call of this session is running",
+                    where=call,
+                    expected="one call at a time",
+                    got="a second one, from another thread or from within the first",
+                    cure="wait for the first, or use one session a thread with engines of its own",
+                )
             yield
         finally:
-            self._busy.release()
+            if mine:
+                self._busy.release()
 
     def __enter__(self) -> Self:
         return self
@@ -250,7 +257,7 @@ def trainer_engine(
             "A backend is given by its name",
             where="backend",
             expected=f"one of {sorted(registry.default().backends)}",
-            got=repr(backend),
+            got=shown(backend),
             cure='WeightSync.connect(..., backend="rdma"), say; `vllm-wt list` shows all',
         )
     spec = registry.default().get(backend).spec
@@ -275,28 +282,31 @@ def _version(value: Any) -> int:
     """An integer of any library, as int."""
     try:
         version = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+    except Exception:  # of any class: it may be any object
         version = None
     if version is None or not 0 <= version < 2**63:
         raise InvalidInfo(
             "This cannot be a version",
             where="version",
             expected="an integer from 0 to 2**63 - 1",
-            got=repr(value),
+            got=shown(value),
             cure="number the versions upwards, by the training step for example",
         )
     return version
 
 
 def _deadline(value: Any) -> Deadline:
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    seconds = float(value) if real else math.nan
+    try:
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        seconds = float(value) if real else math.nan
+    except (OverflowError, ValueError):
+        seconds = math.nan
     if not 0 < seconds <= MAX_S:
         raise InvalidInfo(
             "This cannot be a deadline",
             where="deadline_s",
             expected=f"seconds, more than 0 and at most {MAX_S}",
-            got=repr(value),
+            got=shown(value),
             cure="leave it out for the default",
         )
     return Deadline(seconds)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_wt.clients.http import HttpClient
+from vllm_wt.clients.limits import shown
 from vllm_wt.errors import InvalidInfo
 
 METHODS = (
@@ -40,12 +41,18 @@ def as_clients(engines: Any) -> tuple[list[Any], list[HttpClient]]:
             cure="give at least one",
         )
     for index, engine in enumerate(given):
-        if any(engine is other or engine == other for other in given[:index]):
+        # By identity: objects may compare in ways of their own, but two equal URLs are one engine.
+        same = [
+            o
+            for o in given[:index]
+            if o is engine or (isinstance(o, str) and isinstance(engine, str) and o == engine)
+        ]
+        if same:
             raise InvalidInfo(
                 "An engine is given twice",
                 where=f"engines[{index}]",
                 expected="each engine once",
-                got=repr(engine),
+                got=shown(engine),
                 cure="leave one of them out",
             )
     owned: list[HttpClient] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_wt.deadline import MAX_S
-from vllm_wt.errors import CorruptTransfer
+from vllm_wt.errors import CorruptTransfer, InvalidInfo
 
 
 def call_limit_s(info: object, *, default_s: float, slack_s: float) -> float:
@@ -27,6 +28,32 @@ def call_limit_s(info: object, *, default_s: float, slack_s: float) -> float:
     if not is_number or not 0 < seconds <= MAX_S:
         seconds = default_s
     return float(seconds) + slack_s
+
+
+def shown(value: object) -> str:
+    """What a caller gave, for an error; its ``repr`` may fail, or be of any length."""
+    try:
+        return repr(value)[:200]
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def require_seconds(name: str, value: Any) -> float:
+    """A number of seconds above 0, checked.
+
+    Raises:
+        InvalidInfo: It is none.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= threading.TIMEOUT_MAX:
+        raise InvalidInfo(
+            f"The field {name!r} has a wrong value",
+            where=name,
+            expected="seconds, more than 0",
+            got=shown(value),
+            cure="leave it out for the default",
+        )
+    return float(value)
 
 
 def parsed(data: bytes) -> Any:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_wt.clients.limits import call_limit_s
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
-from vllm_wt.errors import PeerDead, Timeout, WeightTransferError, WrongOrder, from_text
+from vllm_wt.errors import (
+    InvalidInfo,
+    PeerDead,
+    Timeout,
+    WeightTransferError,
+    WrongOrder,
+    from_text,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -275,8 +282,21 @@ def _on_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 def _takes_version(engine: Any) -> bool:
-    # vLLM 0.27 added the version; before, only the session keeps it.
-    return bool(inspect.signature(engine.finish_weight_update).parameters)
+    """Whether vLLM keeps the version: since 0.27; before, only the session does.
+
+    Raises:
+        InvalidInfo: This is no engine.
+    """
+    finish = getattr(engine, "finish_weight_update", None)
+    if not callable(finish):
+        raise InvalidInfo(
+            "This is no vLLM engine of 0.25 or later",
+            where="engine",
+            expected="an LLM, or an AsyncLLM, with finish_weight_update",
+            got=type(engine).__name__,
+            cure="give the engine itself; older releases of vLLM are not supported",
+        )
+    return bool(inspect.signature(finish).parameters)
 
 
 def _backend_of(vllm_config: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from vllm_wt.clients.limits import (
     call_limit_s,
     parsed,
+    require_seconds,
     text_or_none,
     worker_count,
 )
@@ -88,7 +89,19 @@ def engine_methods(client: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _checked_path(path: str | os.PathLike[str]) -> Path:
-    length = len(os.fsencode(path))
+    try:
+        encoded = os.fsencode(Path(path))
+    except (TypeError, UnicodeError):
+        encoded = b""
+    length = len(encoded)
+    if not encoded or b"\0" in encoded:
+        raise InvalidInfo(
+            "This cannot be the path of a socket",
+            where="path",
+            expected="a str or a Path",
+            got=repr(path)[:200],
+            cure="give the path that the server was given",
+        )
     if length > _PATH_BYTES:
         raise InvalidInfo(
             f"The path of the socket is too long: {path}",
@@ -290,8 +303,9 @@ class RelayClient:
         self, path: str | os.PathLike[str], *, timeout_s: float = ROUND_S + _SLACK_S
     ) -> None:
         self._path = _checked_path(path)
-        self._timeout_s = timeout_s
+        self._timeout_s = require_seconds("timeout_s", timeout_s)
         self._received = bytearray()
+        self._one_call = threading.Lock()  # or two callers would get each other's answers
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(timeout_s)
         try:
@@ -299,7 +313,11 @@ class RelayClient:
         except OSError as error:
             self._socket.close()
             raise PeerDead(
-                f"No engine answers at {path}: {error}", cure="start the engine first"
+                f"No engine answers at {path}: {error}",
+                where=str(path),
+                expected="the socket of a RelayServer",
+                got=type(error).__name__,
+                cure="start the engine first",
             ) from error
 
     @property
@@ -308,7 +326,7 @@ class RelayClient:
         return str(self._path)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the server.
+        """Call a method of the server; calls of several threads go one after another.
 
         Raises:
             InvalidInfo: The arguments are not JSON, or the server has no such method.
@@ -326,7 +344,10 @@ class RelayClient:
                 expected="JSON",
                 cure="send numbers, texts, lists and mappings only",
             ) from error
-        deadline = Deadline(self._limit_s(method, args))
+        with self._one_call:
+            return self._answered(method, request, Deadline(self._limit_s(method, args)))
+
+    def _answered(self, method: str, request: bytes, deadline: Deadline) -> Any:
         try:
             self._socket.settimeout(max(deadline.remaining(), 0.001))
             self._socket.sendall(request)  # the limit is on all of it

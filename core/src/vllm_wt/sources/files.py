@@ -66,6 +66,14 @@ class SafetensorsSource(WeightSource):
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise InvalidInfo(
+                "This cannot be a checkpoint's folder",
+                where="folder",
+                expected="a str or a Path",
+                got=type(folder).__name__,
+                cure="give the folder that holds model.safetensors, or its index",
+            )
         self._folder = Path(folder)
         _library()
 

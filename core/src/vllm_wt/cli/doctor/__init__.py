@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_wt.cli.doctor import backends, child, engine, host, server
 from vllm_wt.cli.doctor.finding import STATUSES, Finding
+from vllm_wt.deadline import MAX_S
 
 Check = Callable[[], Iterable[Finding]]
 
@@ -30,7 +31,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
         "--deadline",
-        type=float,
+        type=_seconds,
         default=_DEADLINE_S,
         metavar="SECONDS",
         help="for each check that runs in a process of its own (%(default)s)",
@@ -38,10 +39,17 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= MAX_S:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most {MAX_S}")
+    return value
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 1 when something would stop a sync."""
     checks: dict[str, Check]
-    if arguments.url:
+    if arguments.url is not None:
         checks = {"server-reachable": partial(server.examine, arguments.url, arguments.token)}
     else:
         checks = _host_checks(arguments.deadline)
@@ -56,9 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(checks: dict[str, Check]) -> list[Finding]:
     """Run checks side by side, most of them only wait for a child; worst findings first."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
+    pool = ThreadPoolExecutor(max_workers=4)
+    try:
         found = pool.map(lambda item: _guarded(*item), checks.items())
         findings = [finding for each in found for finding in each]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        child.end_all()  # those that an interrupt has left
     return sorted(findings, key=lambda finding: STATUSES.index(finding.status))
 
 

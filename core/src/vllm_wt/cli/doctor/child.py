@@ -25,6 +25,21 @@ _TAIL = 600
 """Most characters that are shown of what a crashed check printed."""
 
 
+_running: set[int] = set()
+"""Children under way, each the leader of a process group."""
+
+
+def end_all() -> None:
+    """Kill what still runs, so that whoever waits for it goes on."""
+    for pid in list(_running):
+        _kill(pid)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def examine(check: str, function: str, *arguments: str, deadline_s: float) -> list[Finding]:
     """Findings of ``"package.module:function"``, and a problem if it did not come to its end.
 
@@ -46,13 +61,14 @@ def examine(check: str, function: str, *arguments: str, deadline_s: float) -> li
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
             )
             hangs = False
+            _running.add(process.pid)
             try:
                 process.wait(deadline_s)
             except subprocess.TimeoutExpired:
                 hangs = True
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process.pid)
+                _running.discard(process.pid)
                 # A process stuck in a driver can't be killed; the report does not wait for it.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(5)

@@ -60,6 +60,14 @@ def checked_url(url: Any) -> str:
 def checked_headers(headers: Mapping[Any, Any], token: Any) -> dict[str, str]:
     """All headers to send; h11 would quote a wrong value in its error."""
     sent: dict[str, str] = {}
+    if not isinstance(headers, Mapping):
+        raise InvalidInfo(
+            "These are no headers",
+            where="headers",
+            expected="a mapping of names to values",
+            got=type(headers).__name__,
+            cure='headers={"X-Name": "value"}, say',
+        )
     for name, value in headers.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name.lower() in _OUR_HEADERS:
             raise InvalidInfo(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import ssl
 import time
@@ -20,7 +19,7 @@ from vllm_wt.clients.http.failure import no_answer, transport_error
 from vllm_wt.clients.http.guard import Guard
 from vllm_wt.clients.http.reply import Reply, answer, not_vllm
 from vllm_wt.clients.http.secrets import Secrets
-from vllm_wt.clients.limits import call_limit_s, text_or_none, worker_count
+from vllm_wt.clients.limits import call_limit_s, require_seconds, text_or_none, worker_count
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, WrongOrder
 
@@ -57,16 +56,7 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value <= 0:
-                raise InvalidInfo(
-                    f"Timeouts has a wrong value in the field {field.name!r}",
-                    where=field.name,
-                    expected="seconds, more than 0",
-                    got=repr(value)[:200],
-                    cure="leave it out for the default",
-                )
+            require_seconds(field.name, getattr(self, field.name))
 
 
 _TIMEOUTS = Timeouts()
@@ -119,6 +109,14 @@ class HttpClient:
         timeouts: Timeouts = _TIMEOUTS,
     ) -> None:
         self._url = checked_url(url)
+        if not isinstance(timeouts, Timeouts):
+            raise InvalidInfo(
+                "These are no time limits",
+                where="timeouts",
+                expected="a Timeouts",
+                got=type(timeouts).__name__,
+                cure="timeouts=Timeouts(start_s=30), say",
+            )
         self._timeouts = timeouts
         sent = checked_headers(headers or {}, token)
         self._secrets = Secrets(sent, token)
