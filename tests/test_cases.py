@@ -510,6 +510,7 @@ def test_B35_scalars(connect, worker, where):
 # B44: what vLLM asks of a plug-in changes from release to release
 
 
+@pytest.mark.slow
 def test_B44_registration_is_lazy_and_fits_the_installed_vllm():
     code = """
 import inspect, sys

@@ -531,6 +531,19 @@ def test_values_that_change_during_a_push_are_never_committed(connect, engine, l
     assert_equal(loader.weights, source)
 
 
+def test_another_parameter_over_the_same_memory_is_no_change(connect, engine, loader, fabric):
+    source = state()
+    sync = connect(engine, source)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            source["plain"].mul_(version)
+        source["plain"] = torch.nn.Parameter(source["plain"].detach())
+        source["plain"].data = source["plain"].data
+        sync.push(version)
+        assert_equal(loader.weights, source)
+    assert [generation for _, generation in fabric.exposed] == [1]
+
+
 def test_tensors_of_inference_mode_are_taken(connect, engine, loader):
     with torch.inference_mode():
         source = {"a": torch.ones(3)}

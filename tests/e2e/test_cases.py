@@ -300,6 +300,7 @@ def _with(handle: Handle, **changes: Any) -> dict[str, Any]:
 # B13: the trainer dies, and another one comes
 
 
+@pytest.mark.slow  # as test_faults has it, in short
 def test_B13_killed_before_its_update(engine, tmp_path):
     first = engine.trainer()
     first.call("connect")
@@ -385,6 +386,7 @@ def test_B21_a_head_that_differs_from_the_embedding_it_is_tied_to(engine, tmp_pa
 # B24: a worker's failure is not looked at
 
 
+@pytest.mark.slow  # as test_faults has it, in short
 def test_B24_every_rank_s_failure_reaches_the_caller(engine, trainer):
     trainer.good_round()
     for phase, rank in itertools.product(["open", "receive", "seal", "apply"], range(engine.tp)):

@@ -1,8 +1,14 @@
-"""A trainer process, driven over a relay: ``python wt_trainer.py FOLDER NAME SHAPE DEVICE``."""
+"""Trainer processes, driven over a relay.
+
+One process imports what they all need, which takes seconds, and forks a trainer for each line of its
+input: the list of :func:`main`'s arguments, answered by the number of the new process.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from dataclasses import asdict
@@ -68,9 +74,8 @@ class Trainer:
         self.done.set()
 
 
-def main() -> None:
-    folder, name, shape = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    trainer = Trainer(folder, ModelShape(**shape), sys.argv[4])
+def main(folder: str, name: str, shape: dict[str, Any], device: str) -> None:
+    trainer = Trainer(Path(folder), ModelShape(**shape), device)
     methods = {
         method: getattr(trainer, method)
         for method in (
@@ -84,9 +89,26 @@ def main() -> None:
             "quit",
         )
     }
-    server = RelayServer(folder / name, methods)
+    server = RelayServer(Path(folder) / name, methods)
     trainer.done.wait()
     server.close()
 
 
-main()
+def fork_trainers() -> None:
+    # Imported, and nothing computed: threads that compute do not survive a fork.
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, 0)
+            os.dup2(nothing, 1)  # UCX logs there
+            main(*json.loads(line))
+            return
+        print(pid, flush=True)
+
+
+fork_trainers()

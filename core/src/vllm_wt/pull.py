@@ -313,6 +313,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._changes = [_changes(buffer) for buffer in buffers]
         with self._lock:
             if self._region is not None and places == [place for place, _ in self._exposed]:
+                self._exposed = list(zip(places, buffers, strict=True))  # other objects, maybe
                 return
             if self._transport is None:
                 device = buffers[0].device if buffers else torch.device("cpu")
