@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_wt.clients import METHODS
 from vllm_wt.clients.limits import (
     call_limit_s,
     parsed,
@@ -49,13 +50,7 @@ _PATH_BYTES = 107
 """Bytes that Linux has for a socket's path, without the closing zero."""
 _CHUNK = 1 << 16
 
-_REQUIRED = (
-    "init_weight_transfer_engine",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-)
-ENGINE_METHODS = (*_REQUIRED, "world_size", "weight_version", "configured_backend")
+ENGINE_METHODS = (*METHODS, "world_size", "weight_version", "configured_backend")
 """What a client of an engine has; the last three are optional."""
 _DEFAULT_S = {"init_weight_transfer_engine": INIT_S, "update_weights": ROUND_S}
 """Seconds of the calls whose info has a deadline, if it is missing there."""
@@ -76,12 +71,12 @@ def engine_methods(client: Any) -> dict[str, Callable[..., Any]]:
             got=kind,
             cure="pass vllm_wt.clients.local.LocalClient(llm)",
         )
-    missing = [name for name in _REQUIRED if not callable(getattr(client, name, None))]
+    missing = [name for name in METHODS if not callable(getattr(client, name, None))]
     if missing:
         raise InvalidInfo(
             f"{kind} is no client of an engine",
             where="client",
-            expected=f"the methods {', '.join(_REQUIRED)}",
+            expected=f"the methods {', '.join(METHODS)}",
             got=f"none called {', '.join(missing)}",
             cure="pass vllm_wt.clients.local.LocalClient(llm) for a vllm.LLM",
         )
