@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_wt import registry, session
+from vllm_wt import pull, registry, session
 from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import WorkerContext
@@ -175,6 +176,15 @@ def test_memory_that_moved_is_exposed_anew(connect, engine, loader, fabric):
     sync.push(2)
     assert_equal(loader.weights, source)
     assert [generation for _, generation in fabric.exposed] == [2]
+
+
+def test_memory_that_was_freed_is_other_memory_at_the_same_address_too():
+    tensor = torch.ones(24)
+    former = [pull._Exposed.of(tensor)]
+    again = [replace(former[0], memory=torch.ones(96, dtype=torch.uint8))]
+    assert pull._same_memory(former, again)
+    tensor.untyped_storage().resize_(0)
+    assert not pull._same_memory(former, again)
 
 
 def test_memory_that_could_not_be_registered_is_tried_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -217,9 +218,8 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._transport: Transport | None = None
         self._lock = threading.Lock()  # the serving thread and the caller share the transport
         self._region: Any = None
-        self._exposed: list[tuple[int, torch.Tensor]] = []
+        self._exposed: list[_Exposed] = []
         self._copies: dict[str, torch.Tensor] = {}
-        self._changes: list[int | None] = []
         self._generation = 0
         self._ticket = 0
         self._version = 0
@@ -309,40 +309,36 @@ class PullTrainer(TrainerWeightTransferEngine):
         _require_one_device(buffers)
         if buffers and buffers[0].is_cuda:
             torch.cuda.synchronize(buffers[0].device)  # readers see memory, not our streams
-        places = [buffer.data_ptr() for buffer in buffers]
-        self._changes = [_changes(buffer) for buffer in buffers]
         with self._lock:
-            if self._region is not None and places == [place for place, _ in self._exposed]:
-                self._exposed = list(zip(places, buffers, strict=True))  # other objects, maybe
+            former, self._exposed = self._exposed, [_Exposed.of(buffer) for buffer in buffers]
+            if self._region is not None and _same_memory(former, self._exposed):
                 return
             if self._transport is None:
                 device = buffers[0].device if buffers else torch.device("cpu")
                 self._transport = self._transport_cls(f"trainer-{self._session[:12]}", device)
             elif self._region is not None:
-                former, self._region = self._region, None  # gone, whatever fails from here on
+                region, self._region = self._region, None  # gone, whatever fails from here on
                 self._transport.revoke(self._generation)
-                self._transport.unregister(former)
-            self._region = self._transport.register([as_bytes(buffer) for buffer in buffers])
+                self._transport.unregister(region)
+            self._region = self._transport.register([exposed.memory for exposed in self._exposed])
             self._generation += 1  # first: one that was revoked must not be told again
-            # Holding the tensors keeps their memory from being freed under a reader.
-            self._exposed = list(zip(places, buffers, strict=True))
 
     def _require_in_place(self) -> None:
         """What the workers have read was in the memory that was exposed, all the time."""
-        for place, buffer in self._exposed:
-            if buffer.data_ptr() != place or not _has_memory(buffer):
+        for exposed in self._exposed:
+            if not exposed.in_place:
                 raise ManifestMismatch(
                     "A tensor was freed or resized while the workers were reading it",
-                    where=f"a tensor of {buffer.dtype} {list(buffer.shape)}",
+                    where=exposed.title,
                     expected="memory that stays until push returns",
                     got="other memory, or none",
                     cure="let push return before memory is freed or resized; nothing was committed",
                 )
-        for (_, buffer), before in zip(self._exposed, self._changes, strict=True):
-            if _changes(buffer) != before:
+        for exposed in self._exposed:
+            if _writes(exposed.buffer) != exposed.writes:
                 raise ManifestMismatch(
                     "A tensor was written to while the workers were reading it",
-                    where=f"a tensor of {buffer.dtype} {list(buffer.shape)}",
+                    where=exposed.title,
                     expected="values that stay until push returns",
                     got="a change in place",
                     cure="let push return before the next training step; nothing was committed",
@@ -354,6 +350,45 @@ class PullTrainer(TrainerWeightTransferEngine):
                 raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
             body = self._transport.expose(self._region, self._generation)
         return Handle.wrap(f"trainer-{self._session[:12]}", self._generation, body)
+
+
+@dataclass(frozen=True, eq=False)
+class _Exposed:
+    """A tensor that readers may read, and where it was when it was exposed.
+
+    Args:
+        buffer: The tensor, contiguous.
+        memory: Its bytes. Keeps the memory from being freed under a reader, and from being given
+            to another tensor, when the buffer gets other storage.
+        place: Its address then.
+        writes: What `_writes` said then.
+    """
+
+    buffer: torch.Tensor
+    memory: torch.Tensor
+    place: int
+    writes: int | None
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> _Exposed:
+        return cls(buffer, as_bytes(buffer), buffer.data_ptr(), _writes(buffer))
+
+    @property
+    def in_place(self) -> bool:
+        return self.buffer.data_ptr() == self.place and _has_memory(self.memory)
+
+    @property
+    def title(self) -> str:
+        return f"a tensor of {self.buffer.dtype} {list(self.buffer.shape)}"
+
+
+def _same_memory(former: list[_Exposed], now: list[_Exposed]) -> bool:
+    """Whether what was registered is what would be; memory that was freed is other memory, even
+    where the allocator has given out the same address again."""
+    return [exposed.place for exposed in former] == [exposed.place for exposed in now] and all(
+        exposed.memory.data_ptr() == exposed.place and _has_memory(exposed.memory)
+        for exposed in former
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -370,7 +405,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end
 
 
-def _changes(tensor: torch.Tensor) -> int | None:
+def _writes(tensor: torch.Tensor) -> int | None:
     """How often autograd says that it was written to; it does not count tensors of inference."""
     return None if tensor.is_inference() else tensor._version
 

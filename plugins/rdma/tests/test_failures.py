@@ -30,6 +30,9 @@ MIB = 1 << 20
 def small_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     for module in (batching, operation):
         monkeypatch.setattr(module, "CHUNK_BYTES", nbytes)
+    monkeypatch.setattr(
+        operation, "_IN_FLIGHT_BYTES", 2 * nbytes
+    )  # so that one poll can't do it all
 
 
 def half_way(bench: Any, reader: Any, owner: Any, nbytes: int) -> tuple[torch.Tensor, Any]:
