@@ -17,6 +17,7 @@ BACKEND_KEYS = {
     "distribution",
     "version",
     "capabilities",
+    "unsupported",
     "summary",
 }
 FAILURE_KEYS = {"name", "distribution", "version", "error", "cure"}
@@ -57,7 +58,8 @@ def test_json(site, capsys):
         "kind": "transport",
         "distribution": "dist-t_one",
         "version": "2.3",
-        "capabilities": ["cpu", "cuda"],
+        "capabilities": ["cpu", "zero-copy"],
+        "unsupported": {"cuda": "host memory only"},
         "summary": "reads [fast]",
     }
 

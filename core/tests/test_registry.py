@@ -7,7 +7,7 @@ import pytest
 from vllm_wt import registry
 from vllm_wt.errors import BackendUnavailable, PluginError
 from vllm_wt.registry import ALLOW_LIST, Failure, load
-from vllm_wt.spec import Kind
+from vllm_wt.spec import Capability, Kind
 
 from .support.installed import entry_points, good_source, install
 
@@ -100,7 +100,7 @@ def test_good_backend(site):
     assert (backend.distribution, backend.version) == ("vllm-wt-fast", "2.3")
     assert (backend.spec.name, backend.spec.kind) == ("fast", Kind.TRANSPORT)
     assert backend.spec.transport == "some_package.transport:Transport"
-    assert backend.spec.capabilities == {"cpu", "cuda"}
+    assert backend.spec.capabilities == {Capability.CPU, Capability.ZERO_COPY}
 
 
 def test_nothing_installed(site):
@@ -151,7 +151,7 @@ def test_one_module_for_two_names(site):
     assert list(found.backends) == ["one"]
     [failure] = found.failures
     assert failure.distribution == "dist-two"
-    assert "ValueError: Plugin already registered" in failure.error
+    assert failure.error == "ValueError: it is the same module as the entry point 'one'"
     assert found.hooks.has_plugin("one")
 
 

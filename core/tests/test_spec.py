@@ -1,10 +1,11 @@
 """A BackendSpec refuses what is not of its form, and says what is."""
 
 import dataclasses
+import re
 
 import pytest
 
-from vllm_wt.spec import CONTRACT_VERSION, BackendSpec, Kind
+from vllm_wt.spec import CONTRACT_VERSION, BackendSpec, Capability, Kind
 
 TRANSPORT = {"name": "fast", "kind": Kind.TRANSPORT, "transport": "pkg.mod:Class"}
 ENGINE = {
@@ -120,3 +121,71 @@ def test_kind_must_be_a_kind():
 def test_spec_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         BackendSpec(**TRANSPORT).name = "other"
+
+
+def test_a_capability_is_claimed_or_unsupported_for_a_reason():
+    spec = BackendSpec(
+        **TRANSPORT, capabilities={Capability.CPU}, unsupported={Capability.CUDA: "no GPU code"}
+    )
+    assert (spec.capabilities, spec.unsupported[Capability.CUDA]) == (
+        {Capability.CPU},
+        "no GPU code",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"capabilities": {"cpu"}}, "has a capability 'cpu', which is none of Capability.CPU, "),
+        ({"unsupported": {"cdua": "no"}}, "has a capability 'cdua', which is none of "),
+        (
+            {"capabilities": {Capability.CPU}, "unsupported": {Capability.CPU: "no"}},
+            "claims Capability.CPU and declares it unsupported",
+        ),
+        (
+            {"unsupported": {Capability.CUDA: " "}},
+            "gives no reason why it does not do Capability.C",
+        ),
+        (
+            {"unsupported": {Capability.CUDA: None}},
+            "gives no reason why it does not do Capability.",
+        ),
+    ],
+)
+def test_a_capability_that_is_none(fields, message):
+    with pytest.raises(ValueError, match=f"^backend 'fast' {re.escape(message)}"):
+        BackendSpec(**TRANSPORT, **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("summary", None),
+        ("transport", 5),
+        ("capabilities", None),
+        ("capabilities", (one for one in Capability)),
+        ("capabilities", "cpu"),
+        ("unsupported", [Capability.CUDA]),
+        ("contract", "1"),
+    ],
+)
+def test_a_field_of_another_type(field, value):
+    with pytest.raises(
+        ValueError, match=f"^backend 'fast' has {field}=.*, a {type(value).__name__}$"
+    ):
+        BackendSpec(**{**TRANSPORT, field: value})
+
+
+def test_a_spec_does_not_change_with_what_it_was_given():
+    claimed, unsupported = [Capability.CPU], {Capability.CUDA: "no"}
+    spec = BackendSpec(**TRANSPORT, capabilities=claimed, unsupported=unsupported)
+    claimed.clear()
+    unsupported.clear()
+    assert spec.capabilities == {Capability.CPU}
+    assert spec.unsupported == {Capability.CUDA: "no"}
+
+
+def test_a_spec_that_names_no_contract_is_of_the_first(monkeypatch):
+    monkeypatch.setattr("vllm_wt.spec.CONTRACT_VERSION", 2)
+    with pytest.raises(ValueError, match="was written against contract 1, this vllm-wt has 2"):
+        BackendSpec(**TRANSPORT)

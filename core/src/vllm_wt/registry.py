@@ -184,7 +184,11 @@ def _owner(point: metadata.EntryPoint) -> tuple[str, str]:
 
 
 def _load_one(hooks: pluggy.PluginManager, point: metadata.EntryPoint) -> BackendSpec:
+    if not point.pattern.match(point.value):
+        raise ValueError(f"its entry point {point.value!r} is no module")
     module = point.load()
+    if (other := hooks.get_name(module)) is not None:
+        raise ValueError(f"it is the same module as the entry point {other!r}")
     try:
         hooks.register(module, name=point.name)
         hooks.check_pending()

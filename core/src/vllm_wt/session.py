@@ -16,6 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from vllm_wt import registry
+from vllm_wt.backends import trainer_engine
 from vllm_wt.clients import as_clients
 from vllm_wt.clients.http import HttpClient
 from vllm_wt.clients.limits import shown
@@ -24,9 +25,7 @@ from vllm_wt.delivery import EngineLink, Stages, reading
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import InvalidInfo, WeightTransferError, WrongOrder
 from vllm_wt.manifest import Manifest
-from vllm_wt.pull import PullTrainer
-from vllm_wt.source import WeightSource, as_source
-from vllm_wt.spec import Kind
+from vllm_wt.source import as_source
 
 logger = logging.getLogger(__name__)
 
@@ -246,28 +245,6 @@ class WeightSync:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def trainer_engine(
-    backend: str, source: WeightSource, **options: Any
-) -> TrainerWeightTransferEngine:
-    """The trainer's side of an installed backend."""
-    if not isinstance(backend, str):
-        raise InvalidInfo(
-            "A backend is given by its name",
-            where="backend",
-            expected=f"one of {sorted(registry.default().backends)}",
-            got=shown(backend),
-            cure='WeightSync.connect(..., backend="rdma"), say; `vllm-wt list` shows all',
-        )
-    spec = registry.default().get(backend).spec
-    if spec.kind is Kind.TRANSPORT:
-        transport_cls = registry.resolve(str(spec.transport), backend=spec.name)
-        return PullTrainer(source, backend=spec.name, transport_cls=transport_cls, **options)
-    engine: TrainerWeightTransferEngine = registry.resolve(str(spec.trainer), backend=spec.name)(
-        source, backend=spec.name, **options
-    )
-    return engine
 
 
 def tell(hook: str, **facts: Any) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 CONTRACT_VERSION = 1
 """Raised when a change of the contract breaks existing backends."""
 
+_PATHS = ("transport", "worker", "trainer", "baseline", "doctor")
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -20,6 +24,27 @@ class Kind(enum.Enum):
     """One-sided: a `vllm_wt.transport.Transport`; core's pull engine does the rest."""
     ENGINE = "engine"
     """A `WeightTransferEngine` and a `TrainerWeightTransferEngine` of the package's own."""
+
+
+class Capability(enum.Enum):
+    """What a backend may be able to do; `vllm-wt check` holds it to what it claims.
+
+    A backend claims a capability, or declares it unsupported with the reason. What it does neither
+    of is undeclared: nothing is known. Clause numbers are those of docs/contract.md.
+    """
+
+    CPU = "cpu"
+    """Moves tensors in host memory."""
+    CUDA = "cuda"
+    """Moves tensors in the memory of CUDA devices (WT-27)."""
+    MULTI_HOST = "multi-host"
+    """Trainer and workers may be on different hosts (WT-28)."""
+    ZERO_COPY = "zero-copy"
+    """The trainer's memory is read where it is: serving takes no second copy of it (WT-26)."""
+    MANY_READERS = "many-readers"
+    """Several workers receive the same publish: engines at tensor parallel 2 or more (WT-24, WT-48)."""
+    MANY_OWNERS = "many-owners"
+    """One plan reads from several owners, each with a part of the model (WT-25)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +61,11 @@ class BackendSpec:
             us, for ``vllm-wt bench wire``.
         doctor: ``"package.module:function"`` that yields a `vllm_wt.cli.doctor.finding.Finding` for
             each check of the fabric; ``vllm-wt doctor`` calls it in a process of its own.
-        capabilities: Names of what the backend claims to support.
+        capabilities: What the backend claims to be able to do.
+        unsupported: What it declares that it cannot do, each with the reason in a few words.
         summary: One line for ``vllm-wt list``.
-        contract: The contract version it was written against.
+        contract: The contract version it was written against; name it, so that a core with another
+            one refuses the backend instead of breaking in it.
 
     Raises:
         ValueError: A field does not have the form above.
@@ -51,11 +78,15 @@ class BackendSpec:
     trainer: str | None = None
     baseline: str | None = None
     doctor: str | None = None
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[Capability] = frozenset()
+    unsupported: Mapping[Capability, str] = field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
     summary: str = ""
-    contract: int = CONTRACT_VERSION
+    contract: int = 1  # whatever CONTRACT_VERSION is: a package that names none is of the first
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.contract != CONTRACT_VERSION:
             raise ValueError(
                 f"backend {self.name!r} was written against contract {self.contract}, "
@@ -68,15 +99,48 @@ class BackendSpec:
         if not isinstance(self.kind, Kind):
             raise ValueError(f"backend {self.name!r} has kind {self.kind!r}, which is no Kind")
         wanted = {"transport"} if self.kind is Kind.TRANSPORT else {"worker", "trainer"}
-        for field in ("transport", "worker", "trainer"):
-            path = getattr(self, field)
-            if (path is not None) != (field in wanted):
+        for name in ("transport", "worker", "trainer"):
+            path = getattr(self, name)
+            if (path is not None) != (name in wanted):
                 raise ValueError(
                     f"backend {self.name!r} of kind {self.kind.value} needs exactly "
-                    f"{sorted(wanted)}, got {field}={path!r}"
+                    f"{sorted(wanted)}, got {name}={path!r}"
                 )
-        for field in ("transport", "worker", "trainer", "baseline", "doctor"):
-            path = getattr(self, field)
+        for name in _PATHS:
+            path = getattr(self, name)
             if path is not None and not _PATH.fullmatch(path):
-                form = "function" if field == "doctor" else "Class"
-                raise ValueError(f"{field}={path!r} is not of the form 'package.module:{form}'")
+                form = "function" if name == "doctor" else "Class"
+                raise ValueError(f"{name}={path!r} is not of the form 'package.module:{form}'")
+        self._check_capabilities()
+
+    def _check_types(self) -> None:
+        expected: dict[str, Any] = {
+            "name": str,
+            "summary": str,
+            "contract": int,
+            "unsupported": Mapping,
+            "capabilities": (frozenset, set, list, tuple),
+        }
+        expected |= {path: (str, type(None)) for path in _PATHS}
+        for field_, types in expected.items():
+            value = getattr(self, field_)
+            if not isinstance(value, types):
+                raise ValueError(
+                    f"backend {self.name!r} has {field_}={value!r}, a {type(value).__name__}"
+                )
+        object.__setattr__(self, "capabilities", frozenset(self.capabilities))
+        object.__setattr__(self, "unsupported", MappingProxyType(dict(self.unsupported)))
+
+    def _check_capabilities(self) -> None:
+        reasons: Mapping[Capability, Any] = self.unsupported
+        for one in (*self.capabilities, *self.unsupported):
+            if not isinstance(one, Capability):
+                raise ValueError(
+                    f"backend {self.name!r} has a capability {one!r}, which is none of "
+                    f"{', '.join(str(known) for known in Capability)}"
+                )
+        for one, reason in reasons.items():
+            if one in self.capabilities:
+                raise ValueError(f"backend {self.name!r} claims {one} and declares it unsupported")
+            if not isinstance(reason, str) or not reason.strip():
+                raise ValueError(f"backend {self.name!r} gives no reason why it does not do {one}")

@@ -9,7 +9,7 @@ from vllm_wt.registry import GROUP
 
 SPEC = """
 from vllm_wt.hookspecs import hookimpl
-from vllm_wt.spec import BackendSpec, Kind
+from vllm_wt.spec import BackendSpec, Capability, Kind
 
 @hookimpl
 def vllm_wt_backend():
@@ -17,7 +17,8 @@ def vllm_wt_backend():
         name={name!r},
         kind=Kind.TRANSPORT,
         transport="some_package.transport:Transport",
-        capabilities=frozenset({{"cuda", "cpu"}}),
+        capabilities=frozenset({{Capability.CPU, Capability.ZERO_COPY}}),
+        unsupported={{Capability.CUDA: "host memory only"}},
         summary={summary!r},
     )
 """

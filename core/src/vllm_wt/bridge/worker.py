@@ -11,13 +11,12 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine as VllmEngine
 
 from vllm_wt import registry
+from vllm_wt.backends import worker_engine
 from vllm_wt.bridge import compat, gate
 from vllm_wt.bridge.reload import LayerwiseReload
-from vllm_wt.engine import WeightTransferEngine, WorkerContext
+from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import WeightTransferError, to_text
-from vllm_wt.pull import PullEngine
 from vllm_wt.round import WorkerRound
-from vllm_wt.spec import BackendSpec, Kind
 
 
 class RoundError(RuntimeError):
@@ -41,9 +40,8 @@ class WorkerEngine(VllmEngine):
         context = WorkerContext(
             backend=self.backend, device=device, rank=ranks.rank, size=ranks.size
         )
-        spec = registry.default().get(self.backend).spec
         self.round = WorkerRound(
-            _make_engine(spec, context),
+            worker_engine(context),
             LayerwiseReload(model, vllm_config, device),
             ranks,
             lambda: compat.device_context(device),
@@ -93,15 +91,6 @@ class WorkerEngine(VllmEngine):
             step(*args)
         except WeightTransferError as error:
             raise RoundError(to_text(error)) from error
-
-
-def _make_engine(spec: BackendSpec, context: WorkerContext) -> WeightTransferEngine[Any, Any]:
-    if spec.kind is Kind.TRANSPORT:
-        return PullEngine(context, registry.resolve(str(spec.transport), backend=spec.name))
-    engine: WeightTransferEngine[Any, Any] = registry.resolve(str(spec.worker), backend=spec.name)(
-        context
-    )
-    return engine
 
 
 def __getattr__(name: str) -> type[WorkerEngine]:

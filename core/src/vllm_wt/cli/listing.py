@@ -27,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
             "kind": backend.spec.kind.value,
             "distribution": backend.distribution,
             "version": backend.version,
-            "capabilities": sorted(backend.spec.capabilities),
+            "capabilities": sorted(one.value for one in backend.spec.capabilities),
+            "unsupported": {one.value: why for one, why in backend.spec.unsupported.items()},
             "summary": backend.spec.summary,
         }
         for name, backend in sorted(found.backends.items())

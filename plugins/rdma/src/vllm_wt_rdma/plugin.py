@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_wt.hookspecs import hookimpl
-from vllm_wt.spec import BackendSpec, Kind
+from vllm_wt.spec import BackendSpec, Capability, Kind
 
 
 @hookimpl
@@ -15,6 +15,7 @@ def vllm_wt_backend() -> BackendSpec:
         transport="vllm_wt_rdma.transport:NixlTransport",
         baseline="vllm_wt_rdma.baseline:NixlRead",
         doctor="vllm_wt_rdma.doctor:doctor",
-        capabilities=frozenset({"cpu", "cuda", "multi-host", "zero-copy"}),
+        capabilities=frozenset(Capability),
         summary="one-sided reads over NIXL and UCX, within a host and between hosts",
+        contract=1,
     )
