@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_wt import pull, registry, session
+from vllm_wt import registry, session
 from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import WorkerContext
@@ -27,6 +27,7 @@ from vllm_wt.errors import (
     WeightTransferError,
     WrongOrder,
 )
+from vllm_wt.exposed import Exposed, same_memory
 from vllm_wt.packing import as_bytes
 from vllm_wt.pull import PullEngine, PullTrainer
 from vllm_wt.ranks import SingleRank
@@ -180,11 +181,11 @@ def test_memory_that_moved_is_exposed_anew(connect, engine, loader, fabric):
 
 def test_memory_that_was_freed_is_other_memory_at_the_same_address_too():
     tensor = torch.ones(24)
-    former = [pull._Exposed.of(tensor)]
+    former = [Exposed.of(tensor)]
     again = [replace(former[0], memory=torch.ones(96, dtype=torch.uint8))]
-    assert pull._same_memory(former, again)
+    assert same_memory(former, again)
     tensor.untyped_storage().resize_(0)
-    assert not pull._same_memory(former, again)
+    assert not same_memory(former, again)
 
 
 def test_memory_that_could_not_be_registered_is_tried_again(

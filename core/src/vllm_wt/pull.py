@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,14 @@ from vllm_wt.engine import (
     WorkerContext,
 )
 from vllm_wt.errors import CorruptTransfer, ManifestMismatch, WrongOrder
+from vllm_wt.exposed import (
+    Exposed,
+    is_plain,
+    require_memory,
+    require_one_device,
+    same_memory,
+    writes_to,
+)
 from vllm_wt.info import (
     Handle,
     InitInfo,
@@ -27,7 +34,7 @@ from vllm_wt.info import (
     seconds_left,
 )
 from vllm_wt.manifest import Manifest
-from vllm_wt.packing import Layout, as_bytes, meta_of
+from vllm_wt.packing import Layout, meta_of
 from vllm_wt.source import WeightSource
 from vllm_wt.transport import Copy, Transport
 
@@ -41,30 +48,33 @@ class _Connection:
     """A live transport with the arena registered, the owner open and the plan prepared."""
 
     def __init__(
-        self, transport: Transport, arena: torch.Tensor, layout: Layout, handle: Handle
+        self,
+        transport: Transport,
+        arena: torch.Tensor,
+        layout: Layout,
+        handle: Handle,
+        backend: str,
+        deadline: Deadline,
     ) -> None:
         self.transport = transport
         self.owner = handle.owner
-        self._layout = layout
-        self._region = transport.register([arena])
-        self.plan: Any = None
-
-    def open(self, handle: Handle, backend: str, deadline: Deadline) -> None:
+        region = transport.register([arena])
         body = handle.unwrap(backend=backend)
-        self.transport.open(handle.owner, handle.generation, body, deadline)
-        slots = [slot for slot in self._layout.slots if slot.nbytes]
+        transport.open(handle.owner, handle.generation, body, deadline)
+        slots = [slot for slot in layout.slots if slot.nbytes]
         copies = [
             Copy(handle.owner, source, 0, 0, slot.offset, slot.nbytes)
             for source, slot in enumerate(slots)
         ]
-        self.plan = self.transport.prepare(self._region, copies)
+        self.plan = transport.prepare(region, copies)
 
 
 class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
     """Worker side of every Transport.
 
-    The connection is made at init and kept over rounds. A round that fails drops it, since the
-    state of a fabric after an error is anybody's guess, and the next round makes a new one.
+    The connection is made at init and kept over rounds. Memory that has moved is read through a new
+    one, and so is whatever comes after a round that failed: the state of a fabric after an error is
+    anybody's guess.
 
     Args:
         context: Where the worker lives.
@@ -102,9 +112,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             deadline.cancel(self._given_up)
         try:
             if update_info.handle is not None:
+                self._drop_connection()
                 self._handle = update_info.handle
-                if self._connection is not None:
-                    self._connection.open(self._handle, self.context.backend, deadline)
             if self._connection is None:
                 self._connect(deadline)
             self._read(deadline)
@@ -142,12 +151,12 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         name = f"worker{self.context.rank}-{uuid.uuid4().hex[:12]}"
         transport = self._transport_cls(name, self.context.device)
         try:
-            connection = _Connection(transport, self._arena, self._layout, self._handle)
-            connection.open(self._handle, self.context.backend, deadline)
+            self._connection = _Connection(
+                transport, self._arena, self._layout, self._handle, self.context.backend, deadline
+            )
         except BaseException:
             transport.close()
             raise
-        self._connection = connection
 
     def _read(self, deadline: Deadline) -> None:
         connection, layout, arena = self._live()
@@ -218,7 +227,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._transport: Transport | None = None
         self._lock = threading.Lock()  # the serving thread and the caller share the transport
         self._region: Any = None
-        self._exposed: list[_Exposed] = []
+        self._exposed: list[Exposed] = []
         self._copies: dict[str, torch.Tensor] = {}
         self._generation = 0
         self._ticket = 0
@@ -282,12 +291,12 @@ class PullTrainer(TrainerWeightTransferEngine):
         for name, tensor in self.source:
             metas.append(meta_of(name, tensor))
             if tensor.numel():
-                _require_memory(name, tensor)
+                require_memory(name, tensor)
                 if tensor.is_cuda and tensor.device not in settled:
                     # What other streams still write must be in what is copied here, too.
                     torch.cuda.synchronize(tensor.device)
                     settled.add(tensor.device)
-                in_place = name not in made and _is_plain(tensor)
+                in_place = name not in made and is_plain(tensor)
                 buffers.append(tensor if in_place else self._copy(name, tensor))
         return Manifest(tuple(metas)), buffers
 
@@ -306,12 +315,12 @@ class PullTrainer(TrainerWeightTransferEngine):
         """Make the source's current values readable; a new generation when memory has moved."""
         manifest, buffers = self._buffers()
         self._manifest.require_same(manifest.tensors, where="publish")
-        _require_one_device(buffers)
+        require_one_device(buffers)
         if buffers and buffers[0].is_cuda:
             torch.cuda.synchronize(buffers[0].device)  # readers see memory, not our streams
         with self._lock:
-            former, self._exposed = self._exposed, [_Exposed.of(buffer) for buffer in buffers]
-            if self._region is not None and _same_memory(former, self._exposed):
+            former, self._exposed = self._exposed, [Exposed.of(buffer) for buffer in buffers]
+            if self._region is not None and same_memory(former, self._exposed):
                 return
             if self._transport is None:
                 device = buffers[0].device if buffers else torch.device("cpu")
@@ -335,7 +344,7 @@ class PullTrainer(TrainerWeightTransferEngine):
                     cure="let push return before memory is freed or resized; nothing was committed",
                 )
         for exposed in self._exposed:
-            if _writes(exposed.buffer) != exposed.writes:
+            if writes_to(exposed.buffer) != exposed.writes:
                 raise ManifestMismatch(
                     "A tensor was written to while the workers were reading it",
                     where=exposed.title,
@@ -350,84 +359,3 @@ class PullTrainer(TrainerWeightTransferEngine):
                 raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
             body = self._transport.expose(self._region, self._generation)
         return Handle.wrap(f"trainer-{self._session[:12]}", self._generation, body)
-
-
-@dataclass(frozen=True, eq=False)
-class _Exposed:
-    """A tensor that readers may read, and where it was when it was exposed.
-
-    Args:
-        buffer: The tensor, contiguous.
-        memory: Its bytes. Keeps the memory from being freed under a reader, and from being given
-            to another tensor, when the buffer gets other storage.
-        place: Its address then.
-        writes: What `_writes` said then.
-    """
-
-    buffer: torch.Tensor
-    memory: torch.Tensor
-    place: int
-    writes: int | None
-
-    @classmethod
-    def of(cls, buffer: torch.Tensor) -> _Exposed:
-        return cls(buffer, as_bytes(buffer), buffer.data_ptr(), _writes(buffer))
-
-    @property
-    def in_place(self) -> bool:
-        return self.buffer.data_ptr() == self.place and _has_memory(self.memory)
-
-    @property
-    def title(self) -> str:
-        return f"a tensor of {self.buffer.dtype} {list(self.buffer.shape)}"
-
-
-def _same_memory(former: list[_Exposed], now: list[_Exposed]) -> bool:
-    """Whether what was registered is what would be; memory that was freed is other memory, even
-    where the allocator has given out the same address again."""
-    return [exposed.place for exposed in former] == [exposed.place for exposed in now] and all(
-        exposed.memory.data_ptr() == exposed.place and _has_memory(exposed.memory)
-        for exposed in former
-    )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its values, in order; torch negates and conjugates lazily."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether its storage still reaches to its last element; ``resize_(0)`` frees it unseen."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() >= end
-
-
-def _writes(tensor: torch.Tensor) -> int | None:
-    """How often autograd says that it was written to; it does not count tensors of inference."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _require_memory(name: str, tensor: torch.Tensor) -> None:
-    if not _has_memory(tensor):
-        raise ManifestMismatch(
-            f"The memory of tensor {name!r} has been freed or resized",
-            where="source",
-            expected=f"{tensor.numel() * tensor.element_size()} bytes",
-            got=f"a storage of {tensor.untyped_storage().nbytes()} bytes",
-            cure="push while its weights are in memory (an offloaded or resharded module has none)",
-        )
-
-
-def _require_one_device(buffers: list[torch.Tensor]) -> None:
-    devices = sorted({str(buffer.device) for buffer in buffers})
-    if len(devices) > 1:
-        raise ManifestMismatch(
-            "The tensors of one trainer rank are on several devices",
-            where="source",
-            expected="one device",
-            got=", ".join(devices),
-            cure="move them to one device, or run one trainer rank a device",
-        )

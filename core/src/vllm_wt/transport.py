@@ -2,7 +2,8 @@
 
 Both sides hold a Transport. The **owner** (trainer) registers the tensors that hold its weights and
 exposes them; a **reader** (vLLM worker) registers its arena, opens the owner's handle, prepares a
-plan of copies once and submits it every round. Lifecycle, who calls what:
+plan of copies once and submits it every round. docs/contract.md is the whole of it, clause by clause.
+Lifecycle, who calls what:
 
 ======================  =========  ==============================================================
 call                    side       when
@@ -10,7 +11,7 @@ call                    side       when
 register, unregister    both       memory appears, disappears
 expose, revoke          owner      once a generation of that memory; a new generation replaces it
 progress, readers       owner      about every millisecond while a peer may connect or read
-open, prepare           reader     at init, and again for a new generation
+open, prepare           reader     once; a new generation is read through a new transport
 submit, poll, cancel    reader     every round, from one thread at a time
 notify                  reader     once a round, when every byte is there
 close                   both       at the end; idempotent
@@ -121,7 +122,7 @@ class Transport(Protocol):
         """Names of the readers that have notified ``ticket`` (owner)."""
 
     def open(self, owner: str, generation: int, handle: bytes, deadline: Deadline) -> None:
-        """Connect to an owner, or take its new generation; replaces what was open under the name."""
+        """Connect to an owner, once."""
 
     def prepare(self, region: Any, copies: Sequence[Copy]) -> Any:
         """Check and prepare a plan that is submitted every round, for one or many owners."""

@@ -61,6 +61,16 @@ def load() -> Nixl:
     )
 
 
+def use_host() -> None:
+    """Prepare UCX for host memory alone; to be called before an agent is made.
+
+    UCX would watch every allocation of the process, to drop registrations that it keeps on its own:
+    it patches each library that is loaded, 0.4 s of a process's first agent. All our memory is
+    registered by hand. ModelExpress does the same (ai-dynamo/modelexpress#688), for CUDA too.
+    """
+    os.environ.setdefault("UCX_MEM_EVENTS", "n")
+
+
 def use_cuda(device: torch.device) -> None:
     """Prepare this thread and UCX for a GPU's memory; to be called before an agent is made.
 

@@ -77,6 +77,8 @@ class NixlTransport:
         self.name = name
         self._device = device
         self._threads = threading.local()
+        if device.type == "cpu":
+            nixl.use_host()
         self._use_device()
         self._endpoint = Endpoint(name)
         self._words = Words(self._endpoint)
@@ -139,17 +141,25 @@ class NixlTransport:
     def open(self, owner: str, generation: int, handle: bytes, deadline: Deadline) -> None:
         """Connect to an owner and see that its memory can be read.
 
+        An owner is opened once: UCX keeps the socket, at both ends, of a peer that is removed and
+        added again.
+
         Raises:
             CorruptTransfer, InvalidInfo: The handle is refused; NIXL has not seen it.
+            WrongOrder: The owner is open.
             Revoked: The owner doesn't expose this generation any more.
             PeerDead: The owner is gone; the transport is spent.
             Timeout: The owner doesn't poll or can't be reached; the transport is spent.
         """
         self._use_device()
         info = decode(handle, owner=owner, generation=generation)
-        self._release_plans(lambda prepared: any(b.owner == owner for b in prepared.beacons))
-        self._opened.pop(owner, None)
-        self._endpoint.remove_peer(owner)
+        if owner in self._opened:
+            raise WrongOrder(
+                f"Owner {owner!r} is open",
+                backend=BACKEND,
+                where="open",
+                cure="read its new generation through a new transport",
+            )
         try:
             self._endpoint.add_peer(owner, info.agent_metadata, info.nixl)
             beacon = self._make_beacon(info)
