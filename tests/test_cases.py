@@ -197,9 +197,11 @@ def _unsafe(source: str) -> list[str]:
 
 
 def test_B12_nothing_of_ours_can_unpickle():
-    files = [p for part in ("core/src", "plugins") for p in (ROOT / part).glob("**/src/**/*.py")]
-    files += list((ROOT / "core/src").glob("**/*.py"))
+    files = [
+        p for part in ("core", "plugins", "examples") for p in (ROOT / part).glob("**/src/**/*.py")
+    ]
     assert len(files) > 50
+    files.remove(ROOT / "core/src/vllm_wt/testing/unpickling.py")  # watches for it
     assert {str(p): found for p in files if (found := _unsafe(p.read_text()))} == {}
     seen = "import pickle\nfrom dill import loads\ntorch.load(f)\neval(x)"
     assert _unsafe(seen) == ["pickle", "dill", "torch.load", "eval"]

@@ -55,7 +55,7 @@ def _demo(command: str) -> None:
 
 def _this_very_command(command: str) -> None:
     recipe = _run("make -n test", timeout=60)
-    assert "pytest -m" in recipe
+    assert "pytest -n 2" in recipe
 
 
 def _pip(command: str) -> None:
@@ -76,7 +76,7 @@ def _list(command: str) -> None:
 def _doctor(command: str) -> None:
     out = _run(command, timeout=120)
     assert "0 problems" in out
-    assert 'seen-by-vllm         rdma as backend="rdma"' in out
+    assert re.search(r'^ok +seen-by-vllm +.*\brdma as backend="rdma"', out, re.M)
 
 
 def _server(command: str) -> None:
@@ -113,6 +113,13 @@ def _bench(command: str) -> None:
     assert result["details"]["checked"]
 
 
+def _check(command: str) -> None:
+    out = _run(command, timeout=280)
+    assert "rdma (vllm-wt-rdma" in out
+    assert "claimed 6 of 6" in out
+    assert ", 0 failed, 0 known failures, " in out
+
+
 CHECKS = {
     "make demo": _demo,
     "make test": _this_very_command,
@@ -121,6 +128,7 @@ CHECKS = {
     "vllm-wt doctor": _doctor,
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model $MODEL "
     """--weight-transfer-config '{"backend": "rdma"}'""": _server,
+    "vllm-wt check rdma": _check,
     "vllm-wt bench wire --backend rdma --json": _bench,
 }
 

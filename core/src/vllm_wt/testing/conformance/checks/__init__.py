@@ -1,0 +1,1 @@
+"""The checks, a file for each part of docs/contract.md. Each names its clauses in its docstring."""

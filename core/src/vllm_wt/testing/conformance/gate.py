@@ -1,0 +1,51 @@
+"""Which checks a backend is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from vllm_wt.spec import BackendSpec, Capability, Kind
+
+C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
+
+CHECK = "test_"
+"""What the name of a check begins with."""
+_CAPABILITY = "wt_capability"
+_KIND = "wt_kind"
+
+
+def needs(capability: Capability) -> Callable[[F], F]:
+    """A check for backends that claim a capability."""
+
+    def mark(check: F) -> F:
+        setattr(check, _CAPABILITY, capability)
+        return check
+
+    return mark
+
+
+def transports_only(checks: C) -> C:
+    """A class of checks for backends of kind TRANSPORT."""
+    for name, check in vars(checks).items():
+        if name.startswith(CHECK):
+            setattr(check, _KIND, Kind.TRANSPORT)
+    return checks
+
+
+def why_not(check: Any, spec: BackendSpec) -> str | None:
+    """Why a backend is not held to a check; None when it is."""
+    kind = getattr(check, _KIND, None)
+    if kind is not None and kind is not spec.kind:
+        return f"for backends of kind {kind.value} only"
+    wanted: Capability | None = getattr(check, _CAPABILITY, None)
+    if wanted is None:
+        return None
+    if wanted in spec.capabilities:
+        lacks = wanted is Capability.CUDA and not torch.cuda.is_available()
+        return "this host has no CUDA device" if lacks else None
+    why = spec.unsupported.get(wanted)
+    return f"{wanted.value} is unsupported: {why}" if why else f"{wanted.value} is undeclared"

@@ -1,0 +1,68 @@
+"""A process that imports a backend's classes and looks at them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_wt import registry
+from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
+from vllm_wt.spec import Kind
+from vllm_wt.transport import Transport
+
+
+class Package:
+    """What a check asks of the classes of one backend.
+
+    Args:
+        backend: Which.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._spec = registry.default().get(backend).spec
+
+    def problems(self) -> list[str]:
+        """What the classes lack to be called as the contract says."""
+        spec = self._spec
+        if spec.kind is Kind.TRANSPORT:
+            return list(self._problems(str(spec.transport), Transport))
+        return [
+            *self._problems(str(spec.worker), WeightTransferEngine),
+            *self._problems(str(spec.trainer), TrainerWeightTransferEngine),
+        ]
+
+    def memory(self) -> list[str]:
+        """Device types in the properties of a Transport."""
+        path = str(self._spec.transport)
+        return sorted(registry.resolve(path, backend=self._spec.name).properties.memory)
+
+    def _problems(self, path: str, contract: type[Any]) -> Iterator[str]:
+        cls = registry.resolve(path, backend=self._spec.name)
+        if self._spec.kind is Kind.ENGINE:
+            if not (isinstance(cls, type) and issubclass(cls, contract)):
+                yield f"{path} does not derive from {contract}"
+                return
+            if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+                yield f"{path} lacks {missing}"
+        for name, method in vars(contract).items():
+            if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+                yield from _differs(cls, name, method)
+
+
+def _differs(cls: Any, name: str, contract: Any) -> Iterator[str]:
+    title = f"{getattr(cls, '__name__', cls)}.{name}"
+    method = getattr(cls, name, None)
+    if not callable(method):
+        yield f"there is no method {title}"
+        return
+    wanted = list(inspect.signature(contract).parameters.values())
+    have = inspect.signature(method)
+    args = [None for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
+    unbound = inspect.isfunction(inspect.getattr_static(cls, name))
+    try:
+        have.bind(*(args if unbound else args[1:]), **keywords)
+    except TypeError as error:
+        as_called = f"{name}{inspect.signature(contract)}"
+        yield f"{title}{have} cannot be called as {as_called}: {error}"
