@@ -8,10 +8,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CACHE := $(CURDIR)/$(VENV)/cache
 LOCK := requirements/cpu-dev.txt
-PYPROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml)
+PYPROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml examples/*/pyproject.toml)
 DISTS := $(patsubst %/pyproject.toml,./%,$(PYPROJECTS))
 PIP := $(BIN)/python -m pip install -qq --no-cache-dir --no-compile --disable-pip-version-check
 PIP += --no-warn-conflicts
+# Two processes; tests of one group, which share an engine, run in one of them.
+TWO := -n 2 --dist loadgroup
 
 # What a run writes stays under .venv/cache.
 export XDG_CACHE_HOME := $(CACHE)
@@ -79,10 +81,10 @@ demo: venv
 	@$(BIN)/vllm-wt demo $(ARGS)
 
 test: venv
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest $(TWO) -m "not slow" $(ARGS)
 
 test-all: venv
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(TWO) $(ARGS)
 
 soak: venv
 	$(BIN)/pytest tests/e2e/test_soak.py $(ARGS)

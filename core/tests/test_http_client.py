@@ -135,10 +135,10 @@ def raw():
 
 
 def request_of(connection):
-    """The head of the request, read."""
+    """The head of the request, read; what came of it, if the client gave up before."""
     head = b""
-    while b"\r\n\r\n" not in head:
-        head += connection.recv(1 << 16)
+    while b"\r\n\r\n" not in head and (more := connection.recv(1 << 16)):
+        head += more
     return head
 
 

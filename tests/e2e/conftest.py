@@ -28,6 +28,15 @@ from vllm_wt.testing.models import (
 NEW_TOKENS = 8
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where two processes share the tests, those of an `LLM` run in one, of servers in the other."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker(
+            "xdist_group"
+        ):
+            item.add_marker(pytest.mark.xdist_group("engines"))
+
+
 class Engine:
     """A vLLM engine and what a test asks of it."""
 
@@ -171,7 +180,11 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
     shared_engine.close_trainers()
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(tp, marks=pytest.mark.xdist_group("servers")) for tp in (1, 2)],
+    ids=["tp1", "tp2"],
+)
 def shared_server(request: pytest.FixtureRequest, engines: Engines) -> HttpEngine:
     server: HttpEngine = engines.get("http", request.param)
     return server
@@ -185,7 +198,11 @@ def server(shared_server: HttpEngine) -> Iterator[HttpEngine]:
 
 @pytest.fixture(
     scope="session",
-    params=[("llm", 1), ("llm", 2), ("http", 1), ("http", 2)],
+    params=[
+        ("llm", 1),
+        ("llm", 2),
+        *(pytest.param(("http", tp), marks=pytest.mark.xdist_group("servers")) for tp in (1, 2)),
+    ],
     ids=["tp1", "tp2", "http-tp1", "http-tp2"],
 )
 def host(request: pytest.FixtureRequest, engines: Engines) -> Any:

@@ -33,6 +33,7 @@ PROMPTS = prompts(SHAPE, count=3)
 
 
 @pytest.mark.engine
+@pytest.mark.xdist_group("servers")
 @pytest.mark.timeout(300)
 def test_pushes_while_it_generates(tmp_path):
     save_checkpoint(random_model(SHAPE, seed=0), tmp_path / "seed0")

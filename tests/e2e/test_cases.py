@@ -147,6 +147,7 @@ def test_B02_calls_out_of_turn(engine, trainer):
 # B06: a second load corrupts an MoE
 
 
+@pytest.mark.xdist_group("servers")
 def test_B06_a_mixture_of_experts_pushed_again_and_again(tmp_path, monkeypatch):
     """Its experts are laid out for the kernel, so a plain load into them would be wrong."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")

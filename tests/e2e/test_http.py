@@ -94,6 +94,7 @@ def test_what_a_worker_refuses_arrives_typed_and_a_good_round_follows(server, tm
     assert server.tokens() == server.reference(tmp_path / "good") != old
 
 
+@pytest.mark.xdist_group("servers")
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     with pytest.raises(EngineError, match="exit code") as failed:
         start_server(tmp_path / "no-such-model", "float32", "rdma")

