@@ -21,9 +21,9 @@ sys.path.insert(0, HERE)
 
 from catalogue import MUTANTS, SOUND  # noqa: E402
 
-MOMENTS_S = 5.0
-LONG_S = 8.0
-AGREEMENT_S = 10.0
+MOMENTS_S = 7.0
+LONG_S = 14.0
+AGREEMENT_S = 14.0
 ROUNDS = 30
 LARGE = 16 << 20
 """Less than the kit's, since a mutant that hangs takes all of it."""

@@ -303,7 +303,7 @@ class Endpoint:
         Path("/proc/self/clear_refs").write_text("5")
         return self.peak()
 
-    def listening(self) -> list[int]:
+    def listening(self) -> list[tuple[str, int]]:
         return listening()
 
     def unpickled(self) -> list[str]:

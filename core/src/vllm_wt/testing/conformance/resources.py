@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -38,17 +39,24 @@ def memory_available() -> int:
     return 0
 
 
-def listening() -> list[int]:
-    """TCP ports on which this process listens."""
+def listening() -> list[tuple[str, int]]:
+    """Addresses and TCP ports on which this process listens."""
     mine = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the folder's own has gone
             mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-    ports = set()
+    found = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with suppress(OSError):
             for row in Path(table).read_text().splitlines()[1:]:
                 fields = row.split()
                 if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in mine:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
-    return sorted(ports)
+                    address, _, port = fields[1].rpartition(":")
+                    found.add((_host(address), int(port, 16)))
+    return sorted(found)
+
+
+def _host(address: str) -> str:
+    """An address of the kernel's table; on this host, where it is any or of the longer kind."""
+    raw = bytes.fromhex(address)[::-1]
+    return socket.inet_ntoa(raw) if len(raw) == 4 and any(raw) else "127.0.0.1"
