@@ -11,8 +11,7 @@ import pytest
 from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
 from vllm_wt.spec import CONTRACT_VERSION, Capability
 from vllm_wt.testing.conformance import BackendConformance
-from vllm_wt.testing.conformance.gate import CHECK
-from vllm_wt.testing.conformance.report import UNCHECKED
+from vllm_wt.testing.conformance.gate import CHECK, UNCHECKED
 from vllm_wt.transport import Transport, TransportProperties
 
 CONTRACT = (Path(__file__).parent.parent / "docs" / "contract.md").read_text()

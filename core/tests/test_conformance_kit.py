@@ -189,9 +189,8 @@ def forker():
         yield forker
 
 
-@pytest.fixture
-def endpoint(forker):
-    process = Process(
+def make_endpoint(forker, *, serve):
+    return Process(
         forker,
         "endpoint",
         "the endpoint",
@@ -199,8 +198,13 @@ def endpoint(forker):
         backend="echo",
         name="kit-endpoint",
         device="cpu",
-        serve=False,
+        serve=serve,
     )
+
+
+@pytest.fixture
+def endpoint(forker):
+    process = make_endpoint(forker, serve=False)
     yield process
     process.end()
 
@@ -249,6 +253,12 @@ def test_a_report_that_cannot_be_written_is_told_before_the_run(tmp_path):
     assert "the report cannot be written" in done.stderr
 
 
+def test_an_earlier_report_is_not_taken_for_this_run_s(tmp_path):
+    (tmp_path / "out.json").write_text("{}")
+    run_kit(tmp_path, DERIVED.format(backend="echo"), "-k=no_such_check", "--wt-report=out.json")
+    assert (tmp_path / "out.json").read_text() == ""
+
+
 def test_a_backend_that_is_not_installed_is_told_once(tmp_path):
     done = run_kit(tmp_path, DERIVED.format(backend="ecco"))
     assert done.returncode == 4
@@ -264,16 +274,7 @@ def test_a_device_that_cannot_be_used(device, capsys):
 def test_an_interrupted_check_leaves_no_process(tmp_path):
     """At the end of its input the forker goes, and takes even stopped processes with it."""
     forker = Forker()
-    process = Process(
-        forker,
-        "endpoint",
-        "the endpoint",
-        Deadline(60),
-        backend="echo",
-        name="kit-endpoint",
-        device="cpu",
-        serve=True,
-    )
+    process = make_endpoint(forker, serve=True)
     process.ready()
     process.stop()
     forker.close()

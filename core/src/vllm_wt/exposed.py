@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_wt.errors import ManifestMismatch
+from vllm_wt.loading.regions import extent
 from vllm_wt.packing import as_bytes
 
 
@@ -56,11 +57,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether its storage still reaches to its last element; ``resize_(0)`` frees it unseen."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() >= end
+    end = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
+    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
 def writes_to(tensor: torch.Tensor) -> int | None:

@@ -67,6 +67,16 @@ class Altering(SoundEngine):
         super().receive_weights(update_info, load_altered)
 
 
+class Remembering(Altering):
+    """Keeps what a round has brought."""
+
+    last: Weights = []  # noqa: RUF012
+
+    def altered(self, weights: Weights) -> Weights:
+        self.last = [(name, tensor.clone()) for name, tensor in weights]
+        return weights
+
+
 class OtherSource(WeightSource):
     """The tensors of another source, each one changed.
 
@@ -320,14 +330,8 @@ class SwallowsErrors(SoundEngine):
 
 
 @caught_by("test_a_trainer_that_is_killed_after_a_round", "from a trainer that was killed")
-class GivesTheLastRoundAgain(Altering):
+class GivesTheLastRoundAgain(Remembering):
     """Hands over what the last round has brought when its trainer has gone."""
-
-    last: Weights = []  # noqa: RUF012
-
-    def altered(self, weights: Weights) -> Weights:
-        self.last = [(name, tensor.clone()) for name, tensor in weights]
-        return weights
 
     def receive_weights(self, update_info: PullUpdateInfo, load_weights: LoadWeights) -> None:
         try:
@@ -417,14 +421,8 @@ class ShutsDownOnce(SoundEngine):
 
 
 @caught_by("test_a_worker_is_shut_down_twice_and_connected_again", "DID NOT RAISE")
-class ReceivesAfterShutdown(Altering):
+class ReceivesAfterShutdown(Remembering):
     """Hands over what it has when it is shut down."""
-
-    last: Weights = []  # noqa: RUF012
-
-    def altered(self, weights: Weights) -> Weights:
-        self.last = [(name, tensor.clone()) for name, tensor in weights]
-        return weights
 
     def receive_weights(self, update_info: PullUpdateInfo, load_weights: LoadWeights) -> None:
         try:

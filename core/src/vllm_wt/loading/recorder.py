@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from vllm_wt.loading.plan import Cast, Copy, Fallback, Fill, LoadPlan, Parameter, full_name
-from vllm_wt.loading.regions import coalesced, covered, dims
-from vllm_wt.loading.targets import Target, Targets, extent
+from vllm_wt.loading.regions import coalesced, covered, dims, extent
+from vllm_wt.loading.targets import Target, Targets
 from vllm_wt.loading.tracing import Tracer, ValueNeededError, replaces_data
 from vllm_wt.manifest import Manifest
 

@@ -38,6 +38,16 @@ def dims(shape: Sequence[int], strides: Sequence[int]) -> list[Dim]:
     return list(zip(shape, strides, strict=True))
 
 
+def extent(shape: Iterable[int], strides: Iterable[int]) -> int:
+    """Elements from a region's first to behind its last."""
+    last = 0
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 0:
+            return 0
+        last += (size - 1) * stride
+    return last + 1
+
+
 def _outermost(loop: Loop) -> tuple[int, int]:
     return -loop[2], -loop[1]
 

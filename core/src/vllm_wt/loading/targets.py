@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from vllm_wt.loading.plan import Copy, Fill, full_name
+from vllm_wt.loading.regions import extent
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -60,16 +61,6 @@ class Target:
     @property
     def name(self) -> str:
         return full_name(*self.names[0])
-
-
-def extent(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """Elements from a region's first to behind its last."""
-    last = 0
-    for size, stride in zip(shape, strides, strict=True):
-        if size == 0:
-            return 0
-        last += (size - 1) * stride
-    return last + 1
 
 
 class Targets:

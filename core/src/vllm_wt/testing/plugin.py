@@ -48,7 +48,7 @@ class _Reporter:
         self._reports: dict[str, Report] = {}
         self._path: Path | None = config.getoption("--wt-report")
         if self._path is not None:
-            _require_writable(self._path)
+            _make_empty(self._path)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
@@ -58,7 +58,7 @@ class _Reporter:
             backend = cls.backend or self._config.getoption("--wt-backend")
             if backend:
                 self._require_installed(backend)
-                # It travels with the outcome, from another process too
+                # It travels with the outcome, from another process too.
                 item.user_properties.append((_PROPERTY, f"{backend} {item.name}"))
             if item.name in self._known:
                 reason = self._known[item.name]
@@ -91,8 +91,9 @@ class _Reporter:
             write(list(self._reports.values()), self._path)
 
 
-def _require_writable(path: Path) -> None:
+def _make_empty(path: Path) -> None:
+    """See that the report can be written, before the run; an earlier one is not to be taken for it."""
     try:
-        path.open("a").close()
+        path.open("w").close()
     except OSError as error:
         raise pytest.UsageError(f"the report cannot be written: {error}") from None

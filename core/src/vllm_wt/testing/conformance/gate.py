@@ -12,6 +12,8 @@ from vllm_wt.spec import BackendSpec, Capability, Kind
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
+UNCHECKED = {Capability.MULTI_HOST: "the kit has one host"}
+"""Capabilities that no check can tell of on any host, and why (WT-28)."""
 CHECK = "test_"
 """What the name of a check begins with."""
 _CAPABILITY = "wt_capability"
@@ -45,7 +47,13 @@ def why_not(check: Any, spec: BackendSpec) -> str | None:
     if wanted is None:
         return None
     if wanted in spec.capabilities:
-        lacks = wanted is Capability.CUDA and not torch.cuda.is_available()
-        return "this host has no CUDA device" if lacks else None
+        return not_here(wanted)
     why = spec.unsupported.get(wanted)
     return f"{wanted.value} is unsupported: {why}" if why else f"{wanted.value} is undeclared"
+
+
+def not_here(capability: Capability) -> str | None:
+    """Why a capability cannot be checked on this host; None when it can."""
+    if capability is Capability.CUDA and not torch.cuda.is_available():
+        return "this host has no CUDA device"
+    return UNCHECKED.get(capability)

@@ -15,7 +15,6 @@ from typing import Any
 from vllm_wt import registry
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import WeightTransferError
-from vllm_wt.registry import Backend
 from vllm_wt.spec import BackendSpec
 from vllm_wt.testing.conformance.content import digests
 from vllm_wt.testing.conformance.process import MOMENTS_S, BrokenContract, Forker, Process
@@ -26,6 +25,7 @@ SHORT_S = 1.0
 """Deadline where something is waited for in vain."""
 CHECK_S = 180.0
 """Deadline of a whole check."""
+_START_S = 5.0
 _POLL_S = 0.002
 _AGREEMENT_S = 45.0
 """Seconds beyond its deadline that core gives the workers of a step to agree."""
@@ -66,6 +66,12 @@ class EndpointProcess(Process):
         )
         self.name = name
 
+    def start_anew(self, sizes: list[int]) -> None:
+        """Close the transport; a new one, under a name of its own, with a zeroed ``arena``."""
+        self.close(within=LONG_S)
+        self.renew(new_name("reader"))
+        self.hold("arena", sizes)
+
 
 class Harness:
     """What a check works with; everything that it starts ends with it.
@@ -92,13 +98,9 @@ class Harness:
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-wt-")
 
     @cached_property
-    def installed(self) -> Backend:
-        """The backend as it is installed."""
-        return registry.default().get(self.backend)
-
-    @property
     def spec(self) -> BackendSpec:
-        return self.installed.spec
+        """What the backend says of itself."""
+        return registry.default().get(self.backend).spec
 
     @property
     def entry_point(self) -> str:
@@ -272,9 +274,7 @@ class Sync:
 
     def push(self, seconds: float = LONG_S) -> None:
         """A whole round, of the values that the trainer has now."""
-        self.publish(seconds)
-        self.on_workers("start", seconds)
-        self.trainer.serve()
+        self.begin(seconds)
         try:
             self.open(seconds)
             self.await_delivery(seconds)
@@ -286,6 +286,19 @@ class Sync:
             raise
         finally:
             self.trainer.pause()
+
+    def begin(self, seconds: float = LONG_S) -> None:
+        """A round with the values that the trainer has now; it serves from here on."""
+        self.publish(seconds)
+        self.on_workers("start", _START_S)
+        self.trainer.serve()
+
+    def give_up(self) -> None:
+        """A round that is opened and given up."""
+        self.begin()
+        self.open()
+        self.step("abort")
+        self.trainer.pause()
 
     def publish(self, seconds: float = LONG_S) -> None:
         self.version += 1

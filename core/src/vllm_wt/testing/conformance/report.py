@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from vllm_wt.registry import Backend
 from vllm_wt.spec import CONTRACT_VERSION, Capability
-from vllm_wt.testing.conformance.gate import CHECK
+from vllm_wt.testing.conformance.gate import CHECK, not_here
 from vllm_wt.testing.conformance.suite import BackendConformance
-
-UNCHECKED = {Capability.MULTI_HOST: "the kit has one host"}
-"""Capabilities that no check can tell of, and why (WT-28)."""
 
 
 @dataclass
@@ -60,16 +56,11 @@ class Report:
                 said[one.value] = f"unsupported: {spec.unsupported[one]}"
             elif one not in spec.capabilities:
                 said[one.value] = "undeclared"
-            elif why := self._unchecked(one):
+            elif why := not_here(one):
                 said[one.value] = f"claimed, not checked: {why}"
             else:
                 said[one.value] = "claimed"
         return said
-
-    def _unchecked(self, capability: Capability) -> str | None:
-        if capability is Capability.CUDA and not torch.cuda.is_available():
-            return "this host has no CUDA device"
-        return UNCHECKED.get(capability)
 
     def left_out(self) -> set[str]:
         """Checks of the kit that this run did not take in."""

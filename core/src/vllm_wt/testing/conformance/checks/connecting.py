@@ -79,9 +79,7 @@ class ConnectingChecks:
             bad = good[:at] + bytes([good[at] ^ 0x41]) + good[at + 1 :]
             with suppress(WeightTransferError):
                 reader.open(owner.name, 1, base64.b64encode(bad).decode(), SHORT_S)
-        reader.close()
-        reader.renew(new_name("reader"))
-        reader.hold("arena", [1000])
+        reader.start_anew([1000])
         _require_opens(owner, reader, good)
 
     def test_foreign_bytes_are_refused(self, harness: Harness) -> None:
@@ -129,11 +127,8 @@ class ConnectingChecks:
         owner.hold("moved", [100_000], 7)
         owner.revoke(1)
         owner.unregister("weights")
-        reader.close()
-        reader.renew(new_name("reader"))
-        reader.hold("arena", [100_000])
-        reader.open(owner.name, 2, owner.expose("moved", 2), LONG_S)
-        reader.prepare("plan", "arena", [[owner.name, 0, 0, 0, 0, 100_000]])
+        reader.start_anew([100_000])
+        harness.connect(reader, owner, 2, [100_000], "moved")
         assert reader.read("plan") == 100_000
         assert reader.wrong_byte("arena", 7) is None
 
@@ -155,8 +150,6 @@ def _require_opens(owner: EndpointProcess, reader: EndpointProcess, handle: byte
 
 def _require_a_new_pair_works(harness: Harness, reader: EndpointProcess) -> None:
     """With a new transport in the reader's process."""
-    reader.close(within=LONG_S)
-    reader.renew(new_name("reader"))
+    reader.start_anew([1000])
     owner = harness.owner([1000])
-    reader.hold("arena", [1000])
     _require_opens(owner, reader, base64.b64decode(owner.expose("weights", 1)))

@@ -95,9 +95,7 @@ class FailureChecks:
     def test_a_trainer_that_goes_on_has_only_been_slow(self, harness: Harness) -> None:
         """WT-42"""
         sync = harness.sync(kind="sizes")
-        sync.publish()
-        sync.on_workers("start", 5)
-        sync.trainer.serve()
+        sync.begin()
         info = sync.trainer.update_info("open", LONG_S, 0)
         sync.trainer.stop()
         sync.worker.update(info)
@@ -113,9 +111,7 @@ class FailureChecks:
         """WT-43, WT-44"""
         sync = harness.sync(kind="sizes")
         sync.push()
-        sync.publish()
-        sync.on_workers("start", 5)
-        sync.trainer.serve()
+        sync.begin()
         opening, abort = (sync.trainer.update_info(op, 60.0, 0) for op in ("open", "abort"))
         sync.trainer.stop()
         sync.worker.update(opening)
@@ -140,9 +136,7 @@ class FailureChecks:
     def test_a_worker_that_dies_takes_no_trainer_with_it(self, harness: Harness) -> None:
         """WT-45"""
         sync = harness.sync(kind="sizes")
-        sync.publish()
-        sync.on_workers("start", 5)
-        sync.trainer.serve()
+        sync.begin()
         sync.open()
         sync.worker.kill()
         with suppress(WeightTransferError):

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.testing.conformance.gate import transports_only
-from vllm_wt.testing.conformance.harness import Harness, new_name
+from vllm_wt.testing.conformance.harness import Harness
 from vllm_wt.testing.conformance.process import Process
 
 _ROUNDS = 100
@@ -82,12 +82,7 @@ class HygieneChecks:
             if count == _CONNECTIONS // 4:
                 sync.push()  # connected; a round that is given up may leave it so or not
                 held = _Held(sync.trainer, sync.worker)
-            sync.publish()
-            sync.on_workers("start", 5)
-            sync.trainer.serve()
-            sync.open()
-            sync.step("abort")
-            sync.trainer.pause()
+            sync.give_up()
         sync.push()
         held.require_no_more("15 rounds that were given up")
         assert sync.wrong(1) is None
@@ -115,9 +110,7 @@ class TransportHygieneChecks:
             owner.revoke(count)
             owner.unregister("moved")
             owner.forget("moved")
-            reader.close()
-            reader.renew(new_name("reader"))
-            reader.hold("arena", [_ARENA])
+            reader.start_anew([_ARENA])
             if count == _FIRST:
                 held = _Held(owner, reader)
         held.require_no_more(f"{_GENERATIONS - _FIRST} generations")

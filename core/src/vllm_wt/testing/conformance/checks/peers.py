@@ -13,7 +13,7 @@ import pytest
 
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.testing.conformance.gate import transports_only
-from vllm_wt.testing.conformance.harness import LONG_S, EndpointProcess, Harness, new_name, until
+from vllm_wt.testing.conformance.harness import LONG_S, EndpointProcess, Harness, until
 from vllm_wt.testing.conformance.process import MOMENTS_S
 
 _LARGE = 40 << 20
@@ -169,9 +169,7 @@ class PeerChecks:
         """WT-23"""
         owner, reader = harness.connected()
         reader.read("plan")
-        reader.close(within=MOMENTS_S)
-        reader.renew(new_name("reader"))
-        reader.hold("arena", [100_000])
+        reader.start_anew([100_000])
         harness.connect(reader, owner, 1, [100_000])
         assert reader.read("plan") == 100_000
         assert reader.wrong_byte("arena", 1) is None

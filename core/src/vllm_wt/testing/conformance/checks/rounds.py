@@ -36,9 +36,7 @@ class RoundChecks:
     def test_the_trainer_goes_on_once_the_round_is_sealed(self, harness: Harness) -> None:
         """WT-38"""
         sync = harness.sync()
-        sync.publish()
-        sync.on_workers("start", 5)
-        sync.trainer.serve()
+        sync.begin()
         sync.open()
         sync.await_delivery()
         sync.step("seal")
@@ -62,12 +60,7 @@ class RoundChecks:
         """WT-39: a round that is given up, and another with what has been written and moved since."""
         sync = harness.sync(kind="sizes")
         for seed, change in ((2, sync.trainer.write), (3, sync.trainer.move)):
-            sync.publish()
-            sync.on_workers("start", 5)
-            sync.trainer.serve()
-            sync.open()
-            sync.step("abort")
-            sync.trainer.pause()
+            sync.give_up()
             change(seed, within=20.0)
             sync.push()
             assert sync.wrong(seed) is None
