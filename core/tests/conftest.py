@@ -11,6 +11,7 @@ import torch
 
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import PeerDead, Revoked
+from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.manifest import Manifest
 from vllm_wt.transport import Copy, Progress, TransportProperties
 
@@ -111,8 +112,12 @@ class DictLoader:
         self.fail: Exception | None = None
         self.rehearsed: Manifest | None = None
 
-    def rehearse(self, manifest: Manifest) -> None:
+    def rehearse(self, manifest: Manifest) -> LoadPlan:
         self.rehearsed = manifest
+        return LoadPlan.of_whole(manifest, "a dictionary")
+
+    def use(self, plan: LoadPlan) -> None:
+        self.plan = plan
 
     def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         return None

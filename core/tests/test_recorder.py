@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from vllm_wt.loading.plan import replay
 from vllm_wt.loading.recorder import record
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import as_bytes, meta_of
+
+from .support.replaying import replay
 
 # Where all caches are.
 set_hypothesis_home_dir(Path(__file__).parents[2] / ".venv/cache/hypothesis")
@@ -220,7 +221,7 @@ OPAQUE = {
     "flip": lambda x: x.flip(0),
     "mul_": lambda x: x.mul_(2),
     "copy_": lambda x: x.copy_(torch.ones(3, device=x.device)),
-    "fill_": lambda x: x.clone().fill_(3),
+    "fill_": lambda x: x.clone()[1:].fill_(3),
     "zeros_like": torch.zeros_like,
     "cat": lambda x: torch.cat([x, torch.ones(2, 3, device=x.device)]),
     "exp": lambda x: x.exp()[1:].t().clone(),
@@ -251,6 +252,59 @@ def test_what_is_no_region_falls_back_with_its_reason(name):
     assert "test_recorder.py:" in fallback.reasons[0]
     assert plan.direct == ("other",)
     assert plan.needed("w").runs == ((0, 48),)
+
+
+def test_a_tensor_that_a_loader_sets_to_a_constant():
+    """As GPT-OSS does with a bias, on all ranks but the first."""
+
+    def load(model, weights):
+        for _, weight in weights:
+            model.a.weight.data[1:].copy_(weight.t())
+            weight.zero_()
+            model.b.weight.data.copy_(weight.view(-1)[:4])
+            weight.fill_(0.1)
+            model.c.weight.data.copy_(weight)
+
+    source = numbers(2, 3, dtype=torch.bfloat16)
+    outs = {"a": torch.full((4, 2), 9.0), "b": torch.full((4,), 9.0), "c": torch.full((2, 3), 9.0)}
+    plan = check(load, {"w": source}, **outs)
+    assert not plan.fallbacks
+    assert [(fill.destination, fill.value) for fill in plan.fills] == [
+        ("b.weight", 0.0),
+        ("c.weight", torch.tensor(0.1, dtype=torch.bfloat16).item()),
+    ]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_parameters_that_are_written_past_their_loaders(device):
+    """They are told of where nothing comes of that: on meta."""
+
+    def load(model, weights):
+        for _, weight in weights:
+            model.a.weight.weight_loader(model.a.weight, weight)
+            model.b.weight.data.copy_(weight)
+            model.c.weight.data.copy_(weight.exp())
+            model.d.weight.data.fill_(1)
+            model.e.weight.data.add_(weight)
+            model.f.weight.data.neg_()
+
+    model = Model(device, **{name: torch.zeros(2, 3) for name in "abcdef"})
+    for leaf in model.children():
+        leaf.weight.weight_loader = lambda parameter, weight: parameter.data.copy_(weight)
+    plan = record(model, functools.partial(load, model), manifest_of({"w": numbers(2, 3)}))
+    past = {f"{name}.weight" for name in "bcdef"}
+    assert plan.bypassing == (past if device == "meta" else set())
+
+
+def test_a_tensor_that_is_written_to_after_a_constant_is_none():
+    def load(model, weights):
+        for _, weight in weights:
+            weight.zero_()
+            weight[0].add_(1)
+            model.a.weight.data.copy_(weight)
+
+    plan = check(load, {"w": numbers(2, 3)}, a=torch.zeros(2, 3))
+    assert list(plan.fallbacks) == ["a"]
 
 
 def into(write, source, *shape, dtype=torch.float32):

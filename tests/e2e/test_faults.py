@@ -56,7 +56,7 @@ def test_a_failing_commit_is_torn_until_a_full_round_lands(engine):
     for rank in range(engine.tp):
         checkpoint = trainer.call("randomize", 200 + rank)
         engine.fail_once("apply", rank)
-        with pytest.raises(TornModel, match="injected into load_weights"):
+        with pytest.raises(TornModel, match="injected into the commit"):
             trainer.call("push", next(versions))
         engine.assert_in_step()
         states = engine.state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -23,3 +24,27 @@ def test_three_rounds_generate_what_transformers_generates(engine):
         assert [state["version"] for state in engine.state()] == [version] * engine.tp
         assert [state["meta"] for state in engine.state()] == [[]] * engine.tp
         engine.assert_in_step()
+
+
+def test_each_rank_reads_its_slices(engine):
+    """Rows are cut exactly; columns are read with the short gaps between them."""
+    trainer = engine.trainer()
+    trainer.call("connect")
+    checkpoint = trainer.call("randomize", 1)
+    trainer.call("push", 1)
+    expected = [0] * engine.tp
+    padded = -(-engine.shape.vocab // 64) * 64
+    for name, tensor in load_file(f"{checkpoint}/model.safetensors").items():
+        for rank in range(engine.tp):
+            row = tensor[0].nbytes
+            rows = len(tensor) // engine.tp
+            if "norm" in name:
+                expected[rank] += tensor.nbytes
+            elif "o_proj" in name or "down_proj" in name:
+                expected[rank] += tensor.nbytes - row + row // engine.tp
+            elif "embed" in name or "lm_head" in name:
+                first = rank * (padded // engine.tp)
+                expected[rank] += len(tensor[first : first + padded // engine.tp]) * row
+            else:
+                expected[rank] += rows * row
+    assert engine.rpc("wt_bytes_read") == expected

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from wt_faults import FaultExtension
 
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import WeightTransferError, to_text
+from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.manifest import Manifest
 from vllm_wt.pull import PullEngine
 from vllm_wt.ranks import SingleRank
@@ -25,7 +25,10 @@ class Weights:
         self.received: dict[str, torch.Tensor] = {}
         self.places: dict[str, int] = {}
 
-    def rehearse(self, manifest: Manifest) -> None:
+    def rehearse(self, manifest: Manifest) -> LoadPlan:
+        return LoadPlan.of_whole(manifest, "no model")
+
+    def use(self, plan: LoadPlan) -> None:
         return None
 
     def check(self, weights):
@@ -95,32 +98,6 @@ def assert_arrived(worker: Worker, sent: dict[str, torch.Tensor]) -> None:
         got = worker.received[name]
         assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype), name
         assert bytes_of(got) == bytes_of(tensor), name
-
-
-class CaseExtension(FaultExtension):
-    """What a test of a reported failure asks of vLLM's workers besides."""
-
-    def wt_count_reloads(self) -> None:
-        """Count how often layerwise reload arms and finalizes, from now on."""
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        self._reloads = {"initialize": 0, "finalize": 0}
-
-        def counted(step: str) -> None:
-            name = f"{step}_layerwise_reload"
-            original = getattr(layerwise, name)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self._reloads[step] += 1
-                return original(*args, **kwargs)
-
-            setattr(layerwise, name, call)
-
-        for step in self._reloads:
-            counted(step)
-
-    def wt_reloads(self) -> dict[str, int]:
-        return self._reloads
 
 
 class Touches:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from typing import Any
 
 import torch
 
 PHASES = ("open", "receive", "seal", "apply")
+LAYERS_THAT_LOAD = 3
 
 
 class FaultExtension:
@@ -51,6 +53,11 @@ class FaultExtension:
             "transport": id(engine._connection.transport),
             "threads": threading.active_count(),
         }
+
+    def wt_bytes_read(self) -> int:
+        """What this rank reads of the trainer's memory in a round."""
+        nbytes: int = self.weight_transfer_engine.round._engine._wanted.nbytes
+        return nbytes
 
     def wt_resources(self) -> dict[str, int]:
         """Number of the process, resident bytes, threads, file descriptors."""
@@ -98,7 +105,7 @@ class FaultExtension:
         elif phase == "seal":
             _drop_one_tensor_once(round_)
         elif phase == "apply":
-            _fail_load_halfway_once(self.model_runner.get_model())
+            _fail_load_halfway_once()
         else:
             raise ValueError(phase)
 
@@ -138,16 +145,20 @@ def _drop_one_tensor_once(round_: Any) -> None:
     engine.receive_weights = short
 
 
-def _fail_load_halfway_once(model: Any) -> None:
-    original = model.load_weights
+def _fail_load_halfway_once() -> None:
+    """Some layers have their new weights, one is armed, the others have the old ones."""
+    from vllm.model_executor.model_loader.reload import layerwise
 
-    def failing(weights: Any) -> None:
-        model.load_weights = original
-        weights = list(weights)
-        original(weights[: len(weights) // 2])
-        raise RuntimeError("injected into load_weights")
+    original = layerwise._layerwise_process
+    done = itertools.count()
 
-    model.load_weights = failing
+    def failing(layer: Any, info: Any) -> None:
+        if next(done) < LAYERS_THAT_LOAD:
+            return original(layer, info)
+        layerwise._layerwise_process = original
+        raise RuntimeError("injected into the commit")
+
+    layerwise._layerwise_process = failing
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -5,6 +5,7 @@ Worker side, one instance in every vLLM worker process. WHO runs each step:
 =======================  =========================================  =============================
 step                     run by                                     may block
 =======================  =========================================  =============================
+plan_receive             the worker's main thread                   no
 init_transfer_engine     the worker's main thread                   until ``init_info.deadline_s``
 start_weight_update      the worker's main thread                   no
 receive_weights          a thread of core's, while vLLM generates   until ``deadline_s``
@@ -35,13 +36,15 @@ from typing_extensions import Self
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import InvalidInfo
 from vllm_wt.info import InitInfo, Op, UpdateInfo
+from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.source import WeightSource
 
 I = TypeVar("I", bound=InitInfo)  # noqa: E741
 U = TypeVar("U", bound=UpdateInfo)
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
-"""Stages received tensors (full shape, manifest dtype); they must stay untouched until the commit."""
+"""Stages received tensors, as the plan of ``plan_receive`` has them: of full shape, unless the engine
+has narrowed it. They must stay untouched until the commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,18 @@ class WeightTransferEngine(ABC, Generic[I, U]):
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
+    def plan_receive(self, plan: LoadPlan) -> LoadPlan:
+        """Say what ``load_weights`` will be given; called before ``init_transfer_engine``.
+
+        Args:
+            plan: What the model does with the full tensors, and so which parts of them it needs.
+
+        Returns:
+            The plan itself for full tensors, which is the default; or one of
+            `vllm_wt.loading.slices`, for an engine that receives what is needed and no more.
+        """
+        return plan
+
     @abstractmethod
     def init_transfer_engine(self, init_info: I) -> None:
         """Connect to the trainer. A second call replaces the first trainer by the new one."""
@@ -79,7 +94,7 @@ class WeightTransferEngine(ABC, Generic[I, U]):
 
     @abstractmethod
     def receive_weights(self, update_info: U, load_weights: LoadWeights) -> None:
-        """Receive every tensor of the manifest and hand it to ``load_weights``, in one or many calls.
+        """Receive every tensor of the plan and hand it to ``load_weights``, in one or many calls.
 
         Returns only when all bytes have landed; raises when they cannot.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from vllm_wt.info import (
     UpdateInfo,
     seconds_left,
 )
+from vllm_wt.loading.plan import GAP, LoadPlan
+from vllm_wt.loading.slices import Slices, sliced
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import Layout, meta_of
 from vllm_wt.source import WeightSource
@@ -45,13 +48,13 @@ _SERVE_S = 0.001
 
 
 class _Connection:
-    """A live transport with the arena registered, the owner open and the plan prepared."""
+    """A live transport with the arena registered, the owner open and what to read prepared."""
 
     def __init__(
         self,
         transport: Transport,
         arena: torch.Tensor,
-        layout: Layout,
+        wanted: _Wanted,
         handle: Handle,
         backend: str,
         deadline: Deadline,
@@ -61,12 +64,36 @@ class _Connection:
         region = transport.register([arena])
         body = handle.unwrap(backend=backend)
         transport.open(handle.owner, handle.generation, body, deadline)
-        slots = [slot for slot in layout.slots if slot.nbytes]
-        copies = [
-            Copy(handle.owner, source, 0, 0, slot.offset, slot.nbytes)
-            for source, slot in enumerate(slots)
+        copies = list(wanted.copies(handle.owner))
+        most = transport.properties.max_descriptors
+        self.plans = [
+            transport.prepare(region, copies[first : first + most])
+            for first in range(0, len(copies), most)
         ]
-        self.plan = transport.prepare(region, copies)
+
+
+class _Wanted:
+    """What to read of the trainer's tensors, and where it goes in the arena.
+
+    Args:
+        manifest: The trainer's tensors.
+        slices: The parts of them that this rank needs.
+    """
+
+    def __init__(self, manifest: Manifest, slices: Slices) -> None:
+        self.layout = Layout(slices.plan.manifest)
+        self.nbytes = slices.nbytes
+        self._slices = slices
+        # The trainer exposes what is not empty, in the manifest's order.
+        exposed = (tensor.name for tensor in manifest.tensors if tensor.nbytes)
+        self._sources = {name: number for number, name in enumerate(exposed)}
+
+    def copies(self, owner: str) -> Iterator[Copy]:
+        for slot in self.layout.slots:
+            target = slot.offset
+            for offset, nbytes in self._slices.runs[slot.tensor.name]:
+                yield Copy(owner, self._sources[slot.tensor.name], offset, 0, target, nbytes)
+                target += nbytes
 
 
 class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
@@ -87,7 +114,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
     def __init__(self, context: WorkerContext, transport_cls: type[Transport]) -> None:
         super().__init__(context)
         self._transport_cls = transport_cls
-        self._layout: Layout | None = None
+        self._slices: Slices | None = None
+        self._wanted: _Wanted | None = None
         self._handle: Handle | None = None
         self._arena: torch.Tensor | None = None
         self._connection: _Connection | None = None
@@ -95,11 +123,25 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._receiving: Deadline | None = None
         self._given_up: str | None = None
 
+    def plan_receive(self, plan: LoadPlan) -> LoadPlan:
+        properties = self._transport_cls.properties
+        self._slices = sliced(
+            plan,
+            properties.gaps.get(self.context.device.type, GAP),
+            properties.alignment,
+            properties.max_descriptors,
+        )
+        return self._slices.plan
+
     def init_transfer_engine(self, init_info: PullInitInfo) -> None:
         self._drop_connection()
-        self._layout = Layout(init_info.manifest())
+        manifest = init_info.manifest()
+        slices, self._slices = self._slices, None
+        if slices is None:  # nobody has a plan
+            slices = sliced(LoadPlan.of_whole(manifest, "no plan"))
+        self._wanted = _Wanted(manifest, slices)
         self._handle = init_info.handle
-        if self._arena is None or self._arena.numel() != self._layout.nbytes:
+        if self._arena is None or self._arena.numel() != self._wanted.layout.nbytes:
             self._arena = None  # free the old one before the new one is made
         self._connect(Deadline(init_info.deadline_s))
 
@@ -117,8 +159,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             if self._connection is None:
                 self._connect(deadline)
             self._read(deadline)
-            connection, layout, arena = self._live()
-            load_weights(layout.views(arena))
+            connection, wanted, arena = self._live()
+            load_weights(wanted.layout.views(arena))
             connection.transport.notify(connection.owner, update_info.ticket)
         except BaseException:
             self._drop_connection()
@@ -131,20 +173,20 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
 
     def shutdown(self) -> None:
         self._drop_connection()
-        self._arena = self._layout = self._handle = None
+        self._arena = self._wanted = self._handle = None
 
-    def _live(self) -> tuple[_Connection, Layout, torch.Tensor]:
-        if self._connection is None or self._layout is None or self._arena is None:
+    def _live(self) -> tuple[_Connection, _Wanted, torch.Tensor]:
+        if self._connection is None or self._wanted is None or self._arena is None:
             raise WrongOrder("No connection to a trainer", cure="connect first")
-        return self._connection, self._layout, self._arena
+        return self._connection, self._wanted, self._arena
 
     def _connect(self, deadline: Deadline) -> None:
-        if self._layout is None or self._handle is None:
+        if self._wanted is None or self._handle is None:
             raise WrongOrder("No connection to a trainer", cure="connect first")
         self._release_quarantine()
         if self._arena is None:
             self._arena = torch.zeros(
-                self._layout.nbytes, dtype=torch.uint8, device=self.context.device
+                self._wanted.layout.nbytes, dtype=torch.uint8, device=self.context.device
             )
             if self._arena.is_cuda:  # a fabric writes without regard to our streams
                 torch.cuda.current_stream(self._arena.device).synchronize()
@@ -152,37 +194,40 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         transport = self._transport_cls(name, self.context.device)
         try:
             self._connection = _Connection(
-                transport, self._arena, self._layout, self._handle, self.context.backend, deadline
+                transport, self._arena, self._wanted, self._handle, self.context.backend, deadline
             )
         except BaseException:
             transport.close()
             raise
 
     def _read(self, deadline: Deadline) -> None:
-        connection, layout, arena = self._live()
-        operation = connection.transport.submit(connection.plan)
-        try:
-            while not (progress := connection.transport.poll(operation)).done:
-                deadline.check(
-                    "The trainer's memory was not read in time",
-                    where="receive_weights",
-                    got=f"{progress.nbytes} of {layout.manifest.nbytes} bytes",
-                )
-                deadline.wait(_POLL_S)
-            if progress.nbytes != layout.manifest.nbytes:
-                raise CorruptTransfer(
-                    "The fabric has read less than it was asked to, and calls it done",
-                    where="receive_weights",
-                    expected=f"{layout.manifest.nbytes} bytes",
-                    got=f"{progress.nbytes} bytes",
-                    cure="push again; if it stays, report it to the authors of the backend",
-                )
-        except BaseException:
-            if not connection.transport.cancel(operation):
-                # Something may still write into the arena: it is kept, unused, until that is over.
-                self._quarantine.append((connection.transport, operation, arena))
-                self._connection = self._arena = None
-            raise
+        connection, wanted, arena = self._live()
+        done = 0
+        for plan in connection.plans:
+            operation = connection.transport.submit(plan)
+            try:
+                while not (progress := connection.transport.poll(operation)).done:
+                    deadline.check(
+                        "The trainer's memory was not read in time",
+                        where="receive_weights",
+                        got=f"{done + progress.nbytes} of {wanted.nbytes} bytes",
+                    )
+                    deadline.wait(_POLL_S)
+            except BaseException:
+                if not connection.transport.cancel(operation):
+                    # Something may still write into the arena: it is kept, unused, until that is over.
+                    self._quarantine.append((connection.transport, operation, arena))
+                    self._connection = self._arena = None
+                raise
+            done += progress.nbytes
+        if done != wanted.nbytes:
+            raise CorruptTransfer(
+                "The fabric has read less than it was asked to, and calls it done",
+                where="receive_weights",
+                expected=f"{wanted.nbytes} bytes",
+                got=f"{done} bytes",
+                cure="push again; if it stays, report it to the authors of the backend",
+            )
 
     def _release_quarantine(self) -> None:
         held, self._quarantine = self._quarantine, []

@@ -37,6 +37,7 @@ from vllm_wt.errors import (
 )
 from vllm_wt.info import UpdateInfo
 from vllm_wt.loading.apply import ModelLoader
+from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.loading.staging import Staging
 from vllm_wt.manifest import Manifest
 from vllm_wt.ranks import Ranks, Report
@@ -113,6 +114,7 @@ class WorkerRound:
         self._backend = engine.context.backend
         self._session: str | None = None
         self._manifest: Manifest | None = None
+        self._plan: LoadPlan | None = None
         self._staging: Staging | None = None
         self._receive: _Receive | None = None
         self._update: UpdateInfo | None = None
@@ -132,13 +134,13 @@ class WorkerRound:
         """
         phase = "init_weight_transfer_engine"
         error: WeightTransferError | None = None
-        info = manifest = None
+        info = manifest = plan = None
         seconds = INIT_S
         try:
             info = self._decode(self._engine.init_info_cls, data, "init_info")
             seconds = info.deadline_s
             manifest = info.manifest()
-            self._loader.rehearse(manifest)
+            plan = self._loader.rehearse(manifest)
         except Exception as caught:
             error = self._typed(caught, phase)
         if not self._agreed(phase, error, seconds, spares=(WeightTransferError,)):
@@ -147,6 +149,9 @@ class WorkerRound:
         try:
             self._abandon("a new trainer connects")
             self._require_no_receive()
+            assert plan is not None
+            self._plan = self._engine.plan_receive(plan)
+            self._loader.use(self._plan)
             self._engine.init_transfer_engine(info)
         except Exception as caught:
             error = self._typed(caught, phase)
@@ -315,7 +320,8 @@ class WorkerRound:
                 cure="push a version above the last one; a trainer that starts anew connects first",
             )
         self._require_no_receive()
-        staging = Staging(manifest)
+        assert self._plan is not None
+        staging = Staging(self._plan.manifest)
         self._update, self._staging = info, staging
         self._receive = _Receive(
             lambda: self._engine.receive_weights(info, staging),

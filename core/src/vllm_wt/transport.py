@@ -23,8 +23,8 @@ instance from one thread at a time unless ``properties.thread_safe``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ class TransportProperties:
     Args:
         memory: torch device types whose memory can be registered.
         alignment: Bytes that source and destination offsets of a copy must be a multiple of.
-        max_descriptors: Most copies in one plan.
+        max_descriptors: Most copies in one plan; with more, core makes several.
         owner_must_poll: Whether readers make no headway unless the owner calls ``progress``.
         thread_safe: Whether methods may be called from several threads at once.
         can_cancel: Whether ``cancel`` can stop a copy that is under way.
+        gaps: By memory kind, bytes that are better read too much than left out by one more copy.
     """
 
     memory: frozenset[str] = frozenset({"cpu"})
@@ -52,6 +53,7 @@ class TransportProperties:
     owner_must_poll: bool = True
     thread_safe: bool = False
     can_cancel: bool = True
+    gaps: Mapping[str, int] = field(default_factory=lambda: {"cpu": 1 << 14, "cuda": 1 << 20})
 
 
 @dataclass(frozen=True)

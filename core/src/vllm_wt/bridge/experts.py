@@ -7,7 +7,7 @@ ones, and generate nonsense without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,10 +15,23 @@ import torch
 from vllm_wt.errors import LoadError
 
 
-def refresh(model: torch.nn.Module) -> None:
-    """Prepare the experts again, right after they were loaded."""
-    for _, module, kernel in _preparing(model):
+def refresh(modules: Iterable[torch.nn.Module]) -> None:
+    """Prepare experts again, right after they were loaded, in the memory that they have.
+
+    Args:
+        modules: What was loaded: experts that were not would be prepared twice.
+    """
+    for module in modules:
+        kernel = _preparing(module)
+        if kernel is None:
+            continue
+        kept = dict(module._parameters)
         kernel.process_weights_after_loading(module)
+        for name, parameter in kept.items():
+            made = module._parameters[name]
+            if parameter is not None and made is not None and made is not parameter:
+                parameter.data.copy_(made.data)
+                module._parameters[name] = parameter
 
 
 def require_updatable(model: torch.nn.Module, device: torch.device) -> None:
@@ -27,7 +40,10 @@ def require_updatable(model: torch.nn.Module, device: torch.device) -> None:
     Raises:
         LoadError: The kernel is of another platform than CPU, or it has padded the experts.
     """
-    for name, _, kernel in _preparing(model):
+    for name, module in model.named_modules():
+        kernel = _preparing(module)
+        if kernel is None:
+            continue
         padded = getattr(kernel, "_padded_intermediate_size", None)
         config = kernel.moe_config
         size = config.intermediate_size_per_partition
@@ -42,16 +58,14 @@ def require_updatable(model: torch.nn.Module, device: torch.device) -> None:
             )
 
 
-def _preparing(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
-    """Layers of unquantised experts whose kernel prepares them: name, layer, kernel."""
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if type(method).__name__ != "UnquantizedFusedMoEMethod":
-            continue
-        kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        prepare = getattr(type(kernel), "process_weights_after_loading", None)
-        if prepare is not None and not _is_no_op(type(kernel)):
-            yield name, module, kernel
+def _preparing(module: torch.nn.Module) -> Any | None:
+    """The kernel that prepares a module's weights, if it has unquantised experts and such a kernel."""
+    method = getattr(module, "quant_method", None)
+    if type(method).__name__ != "UnquantizedFusedMoEMethod":
+        return None
+    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    prepare = getattr(type(kernel), "process_weights_after_loading", None)
+    return None if prepare is None or _is_no_op(type(kernel)) else kernel
 
 
 def _is_no_op(kernel: type) -> bool:

@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine as VllmEn
 from vllm_wt import registry
 from vllm_wt.backends import worker_engine
 from vllm_wt.bridge import compat, gate
-from vllm_wt.bridge.reload import LayerwiseReload
+from vllm_wt.bridge.loader import ModelWeights
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import WeightTransferError, to_text
 from vllm_wt.round import WorkerRound
@@ -42,7 +42,7 @@ class WorkerEngine(VllmEngine):
         )
         self.round = WorkerRound(
             worker_engine(context),
-            LayerwiseReload(model, vllm_config, device),
+            ModelWeights(model, vllm_config, device),
             ranks,
             lambda: compat.device_context(device),
         )

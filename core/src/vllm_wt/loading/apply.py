@@ -1,35 +1,163 @@
-"""What core needs of the model that receives the weights."""
+"""From received tensors to a model's own memory: what core needs of a model, and direct writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from vllm_wt.manifest import Manifest
+from vllm_wt.errors import LoadError
+from vllm_wt.loading.plan import Copy, Fill, LoadPlan, Parameter
+from vllm_wt.manifest import Manifest, TensorMeta
+from vllm_wt.packing import DTYPES, meta_of
 
 
 class ModelLoader(Protocol):
-    """Puts full tensors into a live model. `vllm_wt.bridge.reload` does it by vLLM's reload."""
+    """Puts received tensors into a live model. `vllm_wt.bridge.loader` does it for vLLM's."""
 
-    def rehearse(self, manifest: Manifest) -> None:
-        """Run the model's loaders over storage-less tensors; the model is as before afterwards.
+    def rehearse(self, manifest: Manifest) -> LoadPlan:
+        """Find out what goes where; nothing is changed by it.
 
         Raises:
             LoadError: The model does not take these tensors, or would be left incomplete.
         """
 
+    def use(self, plan: LoadPlan) -> None:
+        """Load by this plan from now on: that of :meth:`rehearse`, or one narrowed from it."""
+
     def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Look at the values before anything is touched.
+        """Look at the values, and at the model, before anything is touched.
+
+        Args:
+            weights: All tensors of the plan's manifest.
 
         Raises:
-            LoadError: Two tensors for one parameter differ.
+            LoadError: Two tensors for one parameter differ, or the model has changed.
         """
 
-    def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def apply(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load everything, in one step during which no forward pass may run.
 
         Raises:
             Exception: Of any class. The model can run, but mixes old and new weights.
         """
+
+
+_Casts = tuple[tuple[torch.dtype, bool], ...]
+"""Dtypes one after another, and whether the bits are taken for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """One copy whose destination is settled."""
+
+    copy: Copy
+    whole: bool
+    """Whether it reads all of its source in order."""
+    casts: _Casts
+    dest: torch.Tensor
+
+
+class DirectWrites:
+    """The copies and fills of some parameters, written into given memory.
+
+    Args:
+        plan: Says what goes where. Its fallbacks are not done here.
+        parameters: The tensors to write, by full name, of those that the plan writes.
+
+    Raises:
+        LoadError: A tensor differs from the recorded one in dtype, shape or strides.
+    """
+
+    def __init__(self, plan: LoadPlan, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._fills: list[tuple[torch.Tensor, Any]] = []
+        self._writes: list[_Write] = []
+        for name, tensor in parameters.items():
+            _require_as_recorded(name, plan.parameters[name], tensor)
+            fills, copies = plan.into(name)
+            self._fills += [(_region(tensor, fill), fill.value) for fill in fills]
+            self._writes += [
+                _Write(
+                    copy,
+                    copy.source_offset == 0
+                    and copy.numel == plan.source(copy.source).numel
+                    and copy.source_strides == _contiguous(copy.shape),
+                    _dtypes(copy),
+                    _region(tensor, copy),
+                )
+                for copy in copies
+            ]
+
+    def run(self, sources: Mapping[str, torch.Tensor]) -> None:
+        """Write all of them.
+
+        Args:
+            sources: The tensors of the plan's manifest.
+        """
+        with torch.no_grad():
+            for dest, value in self._fills:
+                dest.fill_(value)
+            for write in self._writes:
+                write.dest.copy_(_value(write, sources[write.copy.source]))
+
+
+def written_by(copy: Copy, source: torch.Tensor) -> torch.Tensor:
+    """What a copy writes: shape ``copy.shape``, of the parameter's dtype."""
+    return _cast(_read(copy, source), _dtypes(copy)).to(DTYPES[copy.dest_dtype])
+
+
+def _value(write: _Write, source: torch.Tensor) -> torch.Tensor:
+    copy = write.copy
+    value = source.detach().reshape(copy.shape) if write.whole else _read(copy, source)
+    return _cast(value, write.casts)
+
+
+def _read(copy: Copy, source: torch.Tensor) -> torch.Tensor:
+    flat = source.detach().contiguous()
+    return flat.as_strided(
+        copy.shape, copy.source_strides, flat.storage_offset() + copy.source_offset
+    )
+
+
+def _dtypes(copy: Copy) -> _Casts:
+    return tuple((DTYPES[cast.dtype], cast.bits) for cast in copy.casts)
+
+
+def _cast(value: torch.Tensor, casts: _Casts) -> torch.Tensor:
+    for dtype, bits in casts:
+        value = value.contiguous().view(dtype) if bits else value.to(dtype)
+    return value
+
+
+def _region(tensor: torch.Tensor, place: Copy | Fill) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.as_strided(
+        place.shape, place.dest_strides, tensor.storage_offset() + place.dest_offset
+    )
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def recorded_as(expected: Parameter, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the layout that a plan was recorded with."""
+    form = TensorMeta(expected.name, expected.dtype, expected.shape)
+    return tensor.stride() == expected.strides and meta_of(expected.name, tensor) == form
+
+
+def _require_as_recorded(name: str, expected: Parameter, tensor: torch.Tensor) -> None:
+    if not recorded_as(expected, tensor):
+        raise LoadError(
+            f"The parameter {name!r} is not as it was recorded",
+            where="apply",
+            expected=f"{expected.dtype} {list(expected.shape)}, strides {list(expected.strides)}",
+            got=f"{tensor.dtype} {list(tensor.shape)}, strides {list(tensor.stride())}",
+            cure="connect again after the model has changed",
+        )

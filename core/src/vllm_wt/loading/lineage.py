@@ -23,11 +23,13 @@ class NoRegionError(Exception):
 class Origin:
     """Memory that recorded tensors are views of."""
 
-    __slots__ = ("_spoilers", "spoiled")
+    __slots__ = ("_spoilers", "constant", "spoiled")
 
     def __init__(self) -> None:
         self.spoiled: str | None = None
         """Why it no longer holds what it was made with: something wrote to it."""
+        self.constant: bool | int | float | complex | None = None
+        """What all of it holds since the last write."""
         self._spoilers: frozenset[str] = frozenset()
 
     def names(self) -> Iterator[str]:
@@ -41,6 +43,7 @@ class Origin:
     def spoil(self, reason: str, names: frozenset[str]) -> None:
         """Something that depends on ``names`` wrote to it."""
         self.spoiled = self.spoiled or reason
+        self.constant = None
         self._spoilers |= names
 
 

@@ -7,18 +7,15 @@ of each tensor and where it belongs, without running the model's loaders again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
-from vllm_wt.errors import LoadError, ManifestMismatch
+from vllm_wt.errors import ManifestMismatch
 from vllm_wt.loading.regions import runs, union
 from vllm_wt.manifest import ITEMSIZE, Manifest, TensorMeta
-from vllm_wt.packing import DTYPES, meta_of
 
-GAP = 4096
+GAP = 1 << 14
 """Bytes: reading this much too much costs less than one more read, on the fabrics we use."""
 
 
@@ -163,6 +160,8 @@ class LoadPlan:
         parameters: What copies and fills write, by full name.
         fallbacks: By module; none of their parameters is in the three above.
         unused: Tensors that nothing on this rank takes: they need not be sent here.
+        bypassing: Full names of parameters, fallbacks' too, that are on meta and written by something
+            else than their weight loader: whoever counts on the loaders to fill them does not see it.
         ended: Why the recording stopped before all tensors were loaded. What was not loaded
             completely by then is among the fallbacks.
     """
@@ -173,7 +172,14 @@ class LoadPlan:
     parameters: Mapping[str, Parameter]
     fallbacks: Mapping[str, Fallback]
     unused: tuple[str, ...]
+    bypassing: frozenset[str] = frozenset()
     ended: str | None = None
+
+    @classmethod
+    def of_whole(cls, manifest: Manifest, reason: str) -> LoadPlan:
+        """The plan of a model that takes every tensor in full, by its own loaders."""
+        names = tuple(tensor.name for tensor in manifest.tensors)
+        return cls(manifest, (), (), {}, {"": Fallback("", (reason,), names)}, ())
 
     @cached_property
     def direct(self) -> tuple[str, ...]:
@@ -186,12 +192,13 @@ class LoadPlan:
         """Bytes of the checkpoint that this rank needs, each counted once."""
         return sum(self.needed(tensor.name, gap=0).nbytes for tensor in self.manifest.tensors)
 
-    def needed(self, name: str, gap: int = GAP) -> Needed:
+    def needed(self, name: str, gap: int = GAP, alignment: int = 1) -> Needed:
         """What to read of a checkpoint tensor.
 
         Args:
             name: Its name.
             gap: Bytes. Two runs with no more between them are read as one.
+            alignment: Bytes. Runs start and end at multiples of this, or at the tensor's end.
 
         Returns:
             No runs if it is unused, one over all of it if a module falls back to it.
@@ -199,27 +206,17 @@ class LoadPlan:
         Raises:
             ManifestMismatch: There is no tensor of this name.
         """
-        tensor = self._tensor(name)
+        tensor = self.source(name)
         if name in self._whole:
             return Needed(((0, tensor.nbytes),) if tensor.nbytes else (), tensor.nbytes)
         copies = self._by_source.get(name)
         if not copies:
             return Needed((), 0)
-        itemsize = ITEMSIZE[tensor.dtype]
-        regions = [
-            runs(copy.source_offset, zip(copy.shape, copy.source_strides, strict=True))
-            for copy in copies
-        ]
-        exact = union(regions)
-        used = sum(end - start for start, end in exact)
-        joined: list[list[int]] = []
-        for start, end in exact:
-            if joined and (start - joined[-1][1]) * itemsize <= gap:
-                joined[-1][1] = end
-            else:
-                joined.append([start, end])
-        spans = tuple((start * itemsize, (end - start) * itemsize) for start, end in joined)
-        return Needed(spans, used * itemsize)
+        reads = tuple((copy.source_offset, copy.shape, copy.source_strides) for copy in copies)
+        key = (reads, tensor.numel, ITEMSIZE[tensor.dtype], gap, alignment)
+        if key not in self._alike:
+            self._alike[key] = _needed(*key)
+        return self._alike[key]
 
     def sources(self, module: str) -> tuple[str, ...]:
         """The checkpoint tensors that a module takes elements from, in order of first use."""
@@ -227,7 +224,16 @@ class LoadPlan:
             return self.fallbacks[module].sources
         return self._by_module.get(module, ())
 
-    def _tensor(self, name: str) -> TensorMeta:
+    def into(self, parameter: str) -> tuple[list[Fill], list[Copy]]:
+        """What writes a parameter, by its full name, in the order in which it is done."""
+        return self._fills_into.get(parameter, []), self._copies_into.get(parameter, [])
+
+    def source(self, name: str) -> TensorMeta:
+        """A tensor of the manifest.
+
+        Raises:
+            ManifestMismatch: There is none of this name.
+        """
         if name not in self._tensors:
             raise ManifestMismatch(
                 f"The plan knows no tensor {name!r}",
@@ -241,6 +247,11 @@ class LoadPlan:
         return {tensor.name: tensor for tensor in self.manifest.tensors}
 
     @cached_property
+    def _alike(self) -> dict[object, Needed]:
+        """What was found before: a model's layers, and their experts, are alike."""
+        return {}
+
+    @cached_property
     def _whole(self) -> frozenset[str]:
         return frozenset(name for each in self.fallbacks.values() for name in each.sources)
 
@@ -252,6 +263,20 @@ class LoadPlan:
         return found
 
     @cached_property
+    def _fills_into(self) -> dict[str, list[Fill]]:
+        found: dict[str, list[Fill]] = {}
+        for fill in self.fills:
+            found.setdefault(fill.destination, []).append(fill)
+        return found
+
+    @cached_property
+    def _copies_into(self) -> dict[str, list[Copy]]:
+        found: dict[str, list[Copy]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.destination, []).append(copy)
+        return found
+
+    @cached_property
     def _by_module(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, dict[str, None]] = {}
         for copy in self.copies:
@@ -259,63 +284,28 @@ class LoadPlan:
         return {module: tuple(names) for module, names in found.items()}
 
 
-def replay(
-    plan: LoadPlan, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
-) -> None:
-    """Do what a plan says, one copy at a time: the reference for faster ways.
-
-    Args:
-        plan: Its fallbacks are not done here.
-        sources: The full tensors of the checkpoint, at least those that ``plan.copies`` read.
-        parameters: The parameters that it writes, by full name, with the strides of the recording.
-
-    Raises:
-        LoadError: A parameter is missing or differs from the recorded one; nothing is written.
-        ManifestMismatch: A source is missing or differs from the manifest; nothing is written.
-    """
-    for name, expected in plan.parameters.items():
-        _require_parameter(name, expected, parameters.get(name))
-    flat = {}
-    for name in dict.fromkeys(copy.source for copy in plan.copies):
-        tensor = sources.get(name)
-        if tensor is None or meta_of(name, tensor) != plan._tensor(name):
-            raise ManifestMismatch(
-                f"The source {name!r} is not as it was recorded",
-                where="replay",
-                expected=plan._tensor(name),
-                got="nothing" if tensor is None else meta_of(name, tensor),
-                cure="connect again after changing what is sent",
-            )
-        flat[name] = tensor.detach().contiguous()
-    with torch.no_grad():
-        for fill in plan.fills:
-            dest = parameters[fill.destination].detach()
-            _region(dest, fill.shape, fill.dest_strides, fill.dest_offset).fill_(fill.value)
-        for copy in plan.copies:
-            value = _region(flat[copy.source], copy.shape, copy.source_strides, copy.source_offset)
-            for cast in copy.casts:
-                dtype = DTYPES[cast.dtype]
-                value = value.contiguous().view(dtype) if cast.bits else value.to(dtype)
-            dest = parameters[copy.destination].detach()
-            _region(dest, copy.shape, copy.dest_strides, copy.dest_offset).copy_(value)
-
-
-def _require_parameter(name: str, expected: Parameter, tensor: torch.Tensor | None) -> None:
-    got = tensor if tensor is None else (meta_of(name, tensor), tensor.stride())
-    if got != (TensorMeta(name, expected.dtype, expected.shape), expected.strides):
-        raise LoadError(
-            f"The parameter {name!r} is not as it was recorded",
-            where="replay",
-            expected=f"{expected.dtype} {list(expected.shape)}, strides {list(expected.strides)}",
-            got="nothing" if got is None else got,
-            cure="record again after the model has changed",
-        )
-
-
-def _region(
-    tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int
-) -> torch.Tensor:
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+def _needed(
+    reads: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...],
+    numel: int,
+    itemsize: int,
+    gap: int,
+    alignment: int,
+) -> Needed:
+    """The runs of some strided reads (offset, shape, strides) of a tensor."""
+    exact = union(
+        [runs(offset, zip(shape, strides, strict=True)) for offset, shape, strides in reads]
+    )
+    used = sum(end - start for start, end in exact)
+    step = math.lcm(alignment, itemsize) // itemsize
+    joined: list[list[int]] = []
+    for first, last in exact:
+        start, end = first // step * step, min(-(-last // step) * step, numel)
+        if joined and (start - joined[-1][1]) * itemsize <= gap:
+            joined[-1][1] = end
+        else:
+            joined.append([start, end])
+    spans = tuple((start * itemsize, (end - start) * itemsize) for start, end in joined)
+    return Needed(spans, used * itemsize)
 
 
 def full_name(module: str, parameter: str) -> str:

@@ -183,6 +183,7 @@ def _plan(manifest: Manifest, targets: Targets, tracer: Tracer, ended: str | Non
         parameters=parameters,
         fallbacks=fallbacks,
         unused=tuple(name for name in dtypes if name not in used),
+        bypassing=frozenset(t.name for t in targets if t.meta and t.name in tracer.bypassing),
         ended=ended,
     )
 

@@ -28,6 +28,7 @@ class Target:
         "fills",
         "first",
         "key",
+        "meta",
         "names",
         "shape",
         "sharing",
@@ -41,6 +42,7 @@ class Target:
         """All that have elements of it, itself among them: different views of one memory."""
         self.buffer = not isinstance(tensor, torch.nn.Parameter)
         self.key = key_of(tensor)
+        self.meta = tensor.is_meta
         self.dtype = tensor.dtype
         self.shape = tuple(tensor.shape)
         self.strides = tensor.stride()

@@ -211,12 +211,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         fallbacks: Reasons and source names by module.
         copies: In order, each with its target. Fills are kept by the targets.
+        bypassing: Names of targets that something else than their weight loader has written.
     """
 
     def __init__(self, targets: Targets) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fallbacks: dict[str, tuple[dict[str, None], set[str]]] = {}
         self.copies: list[tuple[Target, Copy]] = []
+        self.bypassing: set[str] = set()
         self._targets = targets
         self._stains: dict[int, _Stained] = {}
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -480,6 +482,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if dest.numel() == 0:
             return
+        self._note_writer(target)
+        if source._origin.constant is not None and not _overlaps_itself(dest):
+            self._fill(target, dest, source._origin.constant)
+            return
         loops = list(zip(dest.shape, geometry.stride(), dest.stride(), strict=True))
         if any(count > 1 and write == 0 for count, _, write in loops):
             reason = f"expanded parameter written at {_caller()}"
@@ -493,6 +499,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for piece in found:
             self._note(target, piece.name, piece.read, piece.write, piece.loops, piece.casts)
+
+    def _note_writer(self, target: Target) -> None:
+        if not any(loaded is target for loaded, _ in self._loading):
+            self.bypassing.add(target.name)
 
     def _note(
         self,
@@ -565,7 +575,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if type(tensor) is RecordedTensor:
                 if kind.name != "detach_":
                     tensor._origin.spoil(reason, names)
+                    if _is_all(tensor._geometry):
+                        tensor._origin.constant = _rounded(_constant(func, args), tensor.dtype)
             elif target := self._targets.find(tensor):
+                self._note_writer(target)
                 self.fall_back(target, reason, names)
             else:
                 self._soil(tensor, (names, reason), pending=True)
@@ -618,6 +631,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if target is None:
                 self._soil(tensor, stain or (frozenset(), kind.name), pending=True)
                 continue
+            self._note_writer(target)
             value = None if stain else _constant(func, args)
             if value is None or tensor.dtype != target.dtype or _overlaps_itself(tensor):
                 reason = f"{kind.name} at {_caller()}"
@@ -741,6 +755,16 @@ def _constant(func: Any, args: Any) -> bool | int | float | complex | None:
     if func is aten.fill_.Tensor and not args[1].is_meta:
         return args[1].item()  # type: ignore[no-any-return]
     return None
+
+
+def _rounded(value: Any, dtype: torch.dtype) -> Any:
+    """What a tensor of a dtype holds after it was filled with a value."""
+    return None if value is None else torch.full((), value, dtype=dtype, device="cpu").item()
+
+
+def _is_all(tensor: torch.Tensor) -> bool:
+    """Whether a view has every element of its memory."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

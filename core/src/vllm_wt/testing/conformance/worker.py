@@ -14,6 +14,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from vllm_wt.backends import worker_engine
 from vllm_wt.engine import LoadWeights, WorkerContext
 from vllm_wt.info import InitInfo, UpdateInfo
+from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.loading.staging import Staging
 from vllm_wt.manifest import Manifest
 from vllm_wt.ranks import GroupRanks, Ranks, SingleRank
@@ -31,8 +32,12 @@ class _Model:
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
 
-    def rehearse(self, manifest: Manifest) -> None:
-        """Any tensors will do."""
+    def rehearse(self, manifest: Manifest) -> LoadPlan:
+        """Any tensors will do, in full."""
+        return LoadPlan.of_whole(manifest, "no model")
+
+    def use(self, plan: LoadPlan) -> None:
+        """There is nothing to prepare."""
 
     def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Any values will do."""
