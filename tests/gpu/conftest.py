@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +19,11 @@ from vllm_wt.testing.models import ModelShape, prompts, random_model, save_check
 
 NEW_TOKENS = 16
 
+# For vLLM's workers too, which import their extension from here.
+HERE = str(Path(__file__).parent)
+sys.path.insert(0, HERE)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -29,40 +36,25 @@ class Setting:
         return f"{self.dtype}-{'graphs' if self.graphs else 'eager'}"
 
 
-class Engine:
-    """A vLLM engine and what a test asks of it.
+class Served:
+    """A vLLM engine that trainers in other processes reach over a socket.
 
     Args:
-        folder: For the socket and for checkpoints.
-        setting: How it runs.
-        checkpoint: What it loads; random weights by default.
+        folder: For the socket, ``engine.sock``.
+        checkpoint: What it loads.
+        dtype: Its dtype.
+        overrides: Further arguments of ``LLM``.
     """
 
-    def __init__(self, folder: Path, setting: Setting, checkpoint: Path | None = None) -> None:
+    def __init__(self, folder: Path, checkpoint: Path, dtype: str, **overrides: Any) -> None:
         from vllm_wt.testing.engines import start_llm
 
         self.folder = folder
-        self.setting = setting
-        # The vocabulary is padded; bfloat16 has a tied head too.
-        tied = setting.dtype == "bfloat16"
-        self.shape = ModelShape(hidden=256, layers=4, vocab=2000, tied=tied, dtype=setting.dtype)
-        self.prompts = prompts(self.shape, count=3)
-        if checkpoint is None:
-            checkpoint = folder / "seed0"
-            save_checkpoint(random_model(self.shape, seed=0), checkpoint)
-        self.llm = start_llm(
-            checkpoint,
-            setting.dtype,
-            "rdma",
-            enforce_eager=not setting.graphs,
-            max_num_seqs=8,
-            worker_extension_cls="wt_faults.FaultExtension",
-        )
+        self.llm = start_llm(checkpoint, dtype, "rdma", **overrides)
         self._lock = threading.RLock()  # an LLM takes one call at a time
         client = LocalClient(self.llm)
         methods = {name: self._guarded(m) for name, m in engine_methods(client).items()}
         self._server = RelayServer(folder / "engine.sock", methods)
-        self._trainers: list[Trainer] = []
 
     def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -77,6 +69,70 @@ class Engine:
         config = self.llm.llm_engine.vllm_config.compilation_config
         return config.cudagraph_mode is not None and config.cudagraph_mode.name != "NONE"
 
+    def logprobs(
+        self, prompt_ids: list[list[int]], new_tokens: int, top: int
+    ) -> list[list[dict[int, float]]]:
+        """Of each token of greedy continuations, and of the most likely others."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=new_tokens,
+            logprobs=top,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        answers = []
+        for ids in prompt_ids:  # one request at a time so that batching cannot differ
+            with self._lock:
+                (request,) = self.llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+            answers.append(
+                [
+                    {int(token): float(entry.logprob) for token, entry in position.items()}
+                    for position in request.outputs[0].logprobs
+                ]
+            )
+        return answers
+
+    def rpc(self, method: str) -> Any:
+        """Call a method of the one worker."""
+        with self._lock:
+            (answer,) = self.llm.collective_rpc(method)
+        return answer
+
+    def close(self) -> None:
+        self._server.close()
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class Engine(Served):
+    """An engine of a small model and what a test asks of it.
+
+    Args:
+        folder: For the socket and for checkpoints.
+        setting: How it runs.
+        checkpoint: What it loads; random weights by default.
+    """
+
+    def __init__(self, folder: Path, setting: Setting, checkpoint: Path | None = None) -> None:
+        self.setting = setting
+        # The vocabulary is padded; bfloat16 has a tied head too.
+        tied = setting.dtype == "bfloat16"
+        self.shape = ModelShape(hidden=256, layers=4, vocab=2000, tied=tied, dtype=setting.dtype)
+        self.prompts = prompts(self.shape, count=3)
+        if checkpoint is None:
+            checkpoint = folder / "seed0"
+            save_checkpoint(random_model(self.shape, seed=0), checkpoint)
+        super().__init__(
+            folder,
+            checkpoint,
+            setting.dtype,
+            enforce_eager=not setting.graphs,
+            max_num_seqs=8,
+            worker_extension_cls="wt_faults.FaultExtension",
+        )
+        self._trainers: list[Trainer] = []
+
     def trainer(self) -> Trainer:
         self._trainers.append(Trainer(self.folder, self.shape, "cuda"))
         return self._trainers[-1].wait_ready()
@@ -87,12 +143,6 @@ class Engine:
         with self._lock:
             return greedy_tokens(self.llm, self.prompts, NEW_TOKENS)
 
-    def rpc(self, method: str) -> Any:
-        """Call a method of the one worker."""
-        with self._lock:
-            (answer,) = self.llm.collective_rpc(method)
-        return answer
-
     def close_trainers(self) -> None:
         for trainer in self._trainers:
             trainer.close()
@@ -100,8 +150,7 @@ class Engine:
 
     def close(self) -> None:
         self.close_trainers()
-        self._server.close()
-        self.llm.llm_engine.engine_core.shutdown()
+        super().close()
 
 
 SETTINGS = [Setting("float32", graphs=False), Setting("float32", True), Setting("bfloat16", True)]
@@ -134,3 +183,9 @@ def fresh(engine: Engine, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
     yield start
     for other in started:
         other.close()
+
+
+@pytest.fixture(scope="session")
+def serve() -> type[Served]:
+    """Starts an engine on a checkpoint; whoever starts it closes it."""
+    return Served
