@@ -223,8 +223,11 @@ def main(what, rank, folder):
     for step in what.split(","):
         getattr(ranks, step)()
     (folder / f"{what}.{rank}.json").write_text(json.dumps(ranks.report))
-    if what != "lost":
-        torch.distributed.destroy_process_group()
+    if what == "lost":
+        os._exit(
+            0
+        )  # gloo's threads, that wait for the dead rank, would end the process with a signal
+    torch.distributed.destroy_process_group()
 
 
 def run_ranks(what, folder):

@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import metadata
 
-from vllm_wt.cli import bench, check, demo, doctor, listing
+from vllm_wt.cli import bench, check, demo, doctor, listing, plan
 from vllm_wt.errors import WeightTransferError
 
 
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"vllm-wt {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (listing, doctor, check, demo, bench):
+    for module in (listing, doctor, check, demo, plan, bench):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""``vllm-wt bench``: how fast a backend is, as ratios from one run.
+"""``vllm-wt bench``: how fast vllm-wt is, as ratios from one run; here, a backend on the wire.
 
 Both sides of a ratio run alternately, between the same two processes, with buffers touched, peers
 warm and the owner polling alike. The last line on stdout is one JSON object.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vllm_wt import registry
+from vllm_wt.cli import bench_commit, bench_plan
+from vllm_wt.cli.bench_result import machine, positive, report
 from vllm_wt.errors import BackendUnavailable, PeerDead
 
 _WIRE_BOUND = 0.6
@@ -40,16 +41,18 @@ class Baseline(Protocol):
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure a backend against the bare fabric")
+    parser = commands.add_parser("bench", help="measure against what there is without vllm-wt")
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    wire = names.add_parser("wire", help="trainer to worker, without vLLM")
+    wire = names.add_parser("wire", help="a backend, trainer to worker, against the bare fabric")
     wire.add_argument("--backend", default="rdma", help="default: %(default)s")
     wire.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    wire.add_argument("--megabytes", type=int, default=400, help="payload (%(default)s)")
-    wire.add_argument("--tensors", type=int, default=300, help="default: %(default)s")
-    wire.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
+    wire.add_argument("--megabytes", type=positive, default=400, help="payload (%(default)s)")
+    wire.add_argument("--tensors", type=positive, default=300, help="default: %(default)s")
+    wire.add_argument("--rounds", type=positive, default=9, help="default: %(default)s")
     wire.add_argument("--json", action="store_true", help="nothing but the JSON object")
     wire.set_defaults(run=run_wire)
+    bench_plan.add_parser(names)
+    bench_commit.add_parser(names)
 
 
 def run_wire(arguments: argparse.Namespace) -> int:
@@ -64,14 +67,12 @@ def run_wire(arguments: argparse.Namespace) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="vllm-wt-bench-") as folder:
         result = _measure_wire(arguments, Path(folder), spec.transport, spec.baseline)
-    if not arguments.json:
-        print(
-            f"{result['details']['megabytes']} MB in {result['details']['tensors']} tensors: "
-            f"{result['value']:.2f} GB/s, bare fabric {result['baseline']:.2f} GB/s, "
-            f"ratio {result['ratio']:.2f} (at least {result['bound']})"
-        )
-    print(json.dumps(result))
-    return 0 if result["ok"] else 1
+    summary = (
+        f"{result['details']['megabytes']} MB in {result['details']['tensors']} tensors: "
+        f"{result['value']:.2f} GB/s, bare fabric {result['baseline']:.2f} GB/s, "
+        f"ratio {result['ratio']:.2f} (at least {result['bound']})"
+    )
+    return report(result, summary, json_only=arguments.json)
 
 
 def _measure_wire(
@@ -110,9 +111,7 @@ def _measure_wire(
             "device": arguments.device,
             "megabytes": nbytes / 1e6,
             "tensors": arguments.tensors,
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
+            **machine(),
             **facts,
         },
     }
