@@ -104,11 +104,20 @@ def _answers(url: str) -> bool:
     return True
 
 
+def _plan(command: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(random_model(ModelShape(), seed=0), Path(folder))
+        out = _run(command.replace("$MODEL", folder), timeout=120)
+    assert "Qwen3ForCausalLM, rank 1 of tensor parallel 2" in out
+    assert re.search(r"^fallback +0 modules$", out, re.M)
+
+
 def _bench(command: str) -> None:
     # Whether this host was quiet enough for the bound is not for a test to say.
     result = json.loads(_run(command, timeout=250, codes=(0, 1)).splitlines()[-1])
-    assert result["name"] == "wire"
-    assert result["ok"] == (result["ratio"] >= result["bound"])
+    assert result["name"] == command.split()[2]
+    above = result["ratio"] >= result["bound"]
+    assert result["ok"] == (above if result["name"] == "wire" else not above)
     assert len(result["samples"]["ours_s"]) == len(result["samples"]["baseline_s"]) > 0
     assert result["details"]["checked"]
 
@@ -130,6 +139,8 @@ CHECKS = {
     """--weight-transfer-config '{"backend": "rdma"}'""": _server,
     "vllm-wt check rdma": _check,
     "vllm-wt bench wire --backend rdma --json": _bench,
+    "vllm-wt bench commit --json": _bench,
+    "vllm-wt plan --model $MODEL --tp 2 --rank 1": _plan,
 }
 
 
