@@ -93,12 +93,13 @@ def reload(module: torch.nn.Module, writes: dict[str, Write]) -> None:
     """
     one = Modules([module])
     attributes = dict(vars(module))
+    loaders = {name: _loader(write) for name, write in writes.items()}
     try:
         arm(one)
         info = layerwise.get_layerwise_info(module)
-        with _loading_by(writes, get_layer_tensors(module)):
-            for name, write in writes.items():
-                info.loaded_weights.append((name, inspect.signature(_loader(write)).bind(None)))
+        with _loading_by(loaders, get_layer_tensors(module)):
+            for name, loader in loaders.items():
+                info.loaded_weights.append((name, inspect.signature(loader).bind(None)))
             layerwise._layerwise_process(module, info)
     except BaseException:
         disarm(one)
@@ -106,7 +107,9 @@ def reload(module: torch.nn.Module, writes: dict[str, Write]) -> None:
         raise
 
 
-def _loader(write: Write) -> Callable[[Any], None]:
+def _loader(write: Write) -> Write:
+    """As vLLM calls one: by a name, and with ``param`` as the name of its argument."""
+
     def load(param: torch.Tensor) -> None:
         write(param)
 
@@ -114,16 +117,16 @@ def _loader(write: Write) -> Callable[[Any], None]:
 
 
 @contextmanager
-def _loading_by(writes: dict[str, Write], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def _loading_by(loaders: dict[str, Write], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """Put loaders on armed tensors, from which vLLM makes the real ones, and take them off again."""
-    former = {name: getattr(tensors[name], "weight_loader", None) for name in writes}
+    former = {name: getattr(tensors[name], "weight_loader", None) for name in loaders}
     try:
-        for name, write in writes.items():
-            tensors[name].weight_loader = _loader(write)  # type: ignore[attr-defined]
+        for name, loader in loaders.items():
+            tensors[name].weight_loader = loader  # type: ignore[attr-defined]
         yield
     finally:
-        for name, loader in former.items():
-            if loader is None:
+        for name, own in former.items():
+            if own is None:
                 del tensors[name].weight_loader  # type: ignore[attr-defined]
             else:
-                tensors[name].weight_loader = loader  # type: ignore[attr-defined]
+                tensors[name].weight_loader = own  # type: ignore[attr-defined]

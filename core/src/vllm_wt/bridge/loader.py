@@ -174,7 +174,7 @@ class _Target:
             if compat.is_deferred_attention(module)
             and any(id(part) in loaded for part in module.modules())
         ]
-        self.twins = list(_twins(plan, planning.aliases(model)))
+        self.twins = list(_twins(plan, _identities(model)))
 
     def is_current(self) -> bool:
         """Whether the model still has the tensors that were found, where they were."""
@@ -205,3 +205,14 @@ def _twins(plan: LoadPlan, places: Mapping[str, object]) -> Iterator[tuple[Copy,
         other = first.setdefault(place, copy)
         if other.source != copy.source:
             yield other, copy
+
+
+def _identities(model: torch.nn.Module) -> Mapping[str, object]:
+    """Which parameters and buffers are the same tensor, by full name."""
+    return {
+        full_name(module_name, name): id(tensor)
+        for module_name, module in model.named_modules()
+        for places in (module._parameters, module._buffers)
+        for name, tensor in places.items()
+        if tensor is not None
+    }

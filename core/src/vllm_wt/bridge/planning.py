@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,17 +167,6 @@ def _missing(model: torch.nn.Module, plan: LoadPlan) -> Iterator[str]:
             elif sizes.get(name, 0):
                 short[full_name(module_name, name)] = id(own)
     yield from (name for name, place in short.items() if place not in filled)
-
-
-def aliases(model: torch.nn.Module) -> Mapping[str, object]:
-    """Which parameters and buffers are the same tensor, by full name."""
-    return {
-        full_name(module_name, name): id(tensor)
-        for module_name, module in model.named_modules()
-        for places in (module._parameters, module._buffers)
-        for name, tensor in places.items()
-        if tensor is not None
-    }
 
 
 _WRAPPERS = {
