@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vllm_wt.errors import InvalidInfo
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import ALIGNMENT, DTYPES, Layout, as_bytes, meta_of
 
@@ -41,6 +42,22 @@ def test_mixed_dtypes_are_aligned_and_do_not_overlap():
         assert slot.offset >= end
         end = slot.offset + slot.nbytes
     assert layout.nbytes == end
+
+
+@pytest.mark.parametrize("alignment", [16, 64, 4096])
+def test_another_alignment(alignment):
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in (1, alignment, alignment + 1, 3)]
+    metas = tuple(meta_of(str(number), tensor) for number, tensor in enumerate(tensors))
+    layout = Layout(Manifest(metas), alignment)
+    assert [slot.offset // alignment for slot in layout.slots] == [0, 1, 2, 4]
+    assert all(slot.offset % alignment == 0 for slot in layout.slots)
+    assert layout.nbytes == 4 * alignment + 3
+
+
+@pytest.mark.parametrize("alignment", [-16, 0, 1, 8, 24, 100])
+def test_an_alignment_that_suits_not_all_is_refused(alignment):
+    with pytest.raises(InvalidInfo, match="power of two"):
+        Layout(Manifest((meta_of("a", torch.zeros(3)),)), alignment)
 
 
 def test_only_empty_tensors():

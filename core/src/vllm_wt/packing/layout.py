@@ -1,4 +1,4 @@
-"""The only packer: where each tensor lies in one contiguous buffer of bytes."""
+"""Where each tensor lies in one contiguous buffer of bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from functools import cached_property
 
 import torch
 
+from vllm_wt.errors import InvalidInfo
 from vllm_wt.manifest import ITEMSIZE, Manifest, TensorMeta
 
 ALIGNMENT = 256
 """Bytes every tensor starts at a multiple of: enough for any dtype and for vector loads."""
+
+_LEAST = 16
+"""The least alignment: an element of the largest dtype, and what a GPU's widest load takes."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)
@@ -32,16 +36,35 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all tensors of a manifest, in its order, aligned, without overlap."""
+    """Places of all tensors of a manifest, in its order, aligned, without overlap.
+
+    Args:
+        manifest: The tensors.
+        alignment: Bytes that each tensor starts at a multiple of: a power of two, 16 or more.
+
+    Raises:
+        InvalidInfo: The alignment is not one.
+    """
 
     manifest: Manifest
+    alignment: int = ALIGNMENT
+
+    def __post_init__(self) -> None:
+        if self.alignment < _LEAST or self.alignment & (self.alignment - 1):
+            raise InvalidInfo(
+                "Tensors cannot be aligned like this",
+                where="packing",
+                expected=f"a power of two of at least {_LEAST} bytes",
+                got=self.alignment,
+                cure=f"leave it out: {ALIGNMENT} suits all",
+            )
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         slots, offset = [], 0
         for tensor in self.manifest.tensors:
             slots.append(Slot(tensor, offset))
-            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            offset += -(-tensor.nbytes // self.alignment) * self.alignment
         return tuple(slots)
 
     @cached_property
@@ -64,7 +87,8 @@ def view_as(part: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as its bytes, without a copy; shape ``(nbytes,)``, dtype uint8."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    # By strides: a contiguous tensor of one element may have any stride, which view(-1) keeps.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
