@@ -94,15 +94,38 @@ def test_what_a_rank_needs_is_enough(case, slices):
     assert [rank["report"] for rank in found] == case.each("report")
 
 
+@pytest.mark.parametrize("batches", ["each", "sliced", "some"])
+def test_an_update_in_batches_does_the_same(case, batches):
+    """On another thread, and the memory of a batch is written again after each."""
+    found = case.each("batches", batches)
+    assert [rank["identity"] for rank in found] == [[]] * case.tp
+    assert [rank["update"] for rank in found] == [[]] * case.tp
+    assert [rank["report"] for rank in found] == case.each("report")
+    for rank in case.each("batches"):
+        some, sliced, each = (rank[name]["batches"] for name in ("some", "sliced", "each"))
+        assert 1 < some < sliced <= each  # a tensor that nobody takes is in no slice
+        assert sliced >= 10  # two layers of five modules or more
+
+
+def test_a_batch_that_fails_leaves_a_model_that_runs(case):
+    """Whatever comes out: a whole update, in batches or at once, makes it right."""
+    for rank in case.each("failed"):
+        for found in rank:
+            assert found["error"] in {"RuntimeError", "AssertionError"}
+            assert (found["on meta"], found["armed"], found["identity"]) == ([], [], [])
+
+
+@pytest.mark.parametrize("in_batches", ["", " in batches"])
 @pytest.mark.parametrize("mode", ["layerwise", "reload"])
-def test_slower_ways_do_the_same(case, mode):
-    found = case.each("modes", mode)
+def test_slower_ways_do_the_same(case, mode, in_batches):
+    found = case.each("modes", mode + in_batches)
     assert [rank["identity"] for rank in found] == [[]] * case.tp
     assert [rank["update"] for rank in found] == [[]] * case.tp
     for rank in found:
         assert rank["report"]["direct"] == []
         assert (rank["report"]["layerwise"] != {}) == (mode == "layerwise")
         assert (rank["report"]["whole"] is None) == (mode == "layerwise")
+        assert (rank["batches"] > 1) == (mode == "layerwise" and in_batches != "")
 
 
 def test_a_rank_reads_little_more_than_its_part(case):

@@ -17,12 +17,18 @@ pytestmark = [
 ]
 
 
+KINDS = ("slices", "batches", "modes")
+
+
 def assert_right(answers: list[dict[str, Any]]) -> None:
     """Every way that was tried makes the model that vLLM loads, and moves nothing."""
     for answer in answers:
-        ways = [answer, *answer["slices"].values(), *answer["modes"].values()]
+        ways = [answer, *(way for kind in KINDS for way in answer[kind].values())]
         assert [way["identity"] for way in ways] == [[]] * len(ways)
         assert [way["update"] for way in ways] == [[]] * len(ways)
+        for failed in answer["failed"]:
+            assert failed["error"] != "none"
+            assert (failed["on meta"], failed["armed"], failed["identity"]) == ([], [], [])
 
 
 @pytest.mark.parametrize("tp", [1, 2])

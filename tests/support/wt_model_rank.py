@@ -8,6 +8,7 @@ that wants it and answers each JSON line of its own by one.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.registry import ModelRegistry
 
+from vllm_wt.bridge.arming import own_tensors
 from vllm_wt.bridge.loader import ModelWeights
+from vllm_wt.loading.batches import batches
 from vllm_wt.loading.slices import Slices, sliced
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import DTYPES, as_bytes, meta_of
@@ -167,28 +171,39 @@ class Rank:
             "layers": _layers(model),
             "compared": {kind: sorted(values) for kind, values in vars(b).items()},
         }
-        live.use_whole_tensors()
         answer["identity"] = [line for _ in range(3) for line in live.load(live.first).unlike(a)]
         answer["update"] = live.load(live.second).unlike(b, a)
         answer["report"] = live.weights.report()
-        answer["slices"] = {}
-        for name, settings in _SLICES.items():
-            answer["slices"][name] = {
-                "nbytes": live.use_slices(settings),
+
+        def tried() -> dict[str, Any]:
+            return {
+                "nbytes": live.nbytes,
+                "batches": live.batches,
                 "identity": live.load(live.first).unlike(a),
                 "update": live.load(live.second).unlike(b, a),
                 "report": live.weights.report(),
             }
+
         answer["nbytes"] = live.nbytes
-        answer["modes"] = {}
+        answer["slices"], answer["batches"], answer["modes"] = {}, {}, {}
+        for name, settings in _SLICES.items():
+            live.use(settings)
+            answer["slices"][name] = tried()
+        for name, (slices, nbytes) in _BATCHES.items():
+            live.use(None if slices is None else _SLICES[slices], nbytes)
+            answer["batches"][name] = tried()
+        live.use(_SLICES["exact"], 0)
+        middle = live.batches // 2
+        answer["failed"] = [
+            {**live.fail(at), "identity": live.load(live.first, at_once).unlike(a)}
+            for at, at_once in ((middle, False), (middle + 1, True), (live.batches - 1, False))
+        ]
         for mode in modes:
             with _environment(VLLM_WT_APPLY=mode):
-                live.use_whole_tensors()
-                answer["modes"][mode] = {
-                    "identity": live.load(live.first).unlike(a),
-                    "update": live.load(live.second).unlike(b, a),
-                    "report": live.weights.report(),
-                }
+                live.rehearse()
+                answer["modes"][mode] = tried()
+                live.use(_SLICES["exact"], 0)
+                answer["modes"][f"{mode} in batches"] = tried()
         return answer
 
     def _load(self, folder: str, pooling: bool) -> tuple[torch.nn.Module, VllmConfig]:
@@ -219,6 +234,14 @@ _SLICES: dict[str, dict[str, int]] = {
 }
 
 
+_BATCHES: dict[str, tuple[str | None, int]] = {
+    "each": (None, 0),
+    "sliced": ("exact", 0),
+    "some": ("usual", 1 << 16),
+}
+"""Slices, if any, and bytes of a batch: with none, it is what cannot be divided."""
+
+
 class Live:
     """A model and two checkpoints to put into it."""
 
@@ -226,34 +249,79 @@ class Live:
         self, model: torch.nn.Module, config: VllmConfig, first: Weights, second: Weights
     ) -> None:
         self.first, self.second = first, second
-        self.weights = ModelWeights(model, config, torch.device("cpu"))
         self._model, self._config = model, config
-        manifest = Manifest(tuple(meta_of(*pair) for pair in first))
-        self.nbytes = manifest.nbytes
-        self._plan = self.weights.rehearse(manifest)
-        self._slices: Slices | None = None
+        self._manifest = Manifest(tuple(meta_of(*pair) for pair in first))
+        self.rehearse()
 
-    def use_whole_tensors(self) -> None:
-        self._slices = None
-        self.weights.use(self._plan)
+    def rehearse(self) -> None:
+        """As a worker that starts with this environment; from here on with whole tensors."""
+        self.weights = ModelWeights(self._model, self._config, torch.device("cpu"))
+        self._plan = self.weights.rehearse(self._manifest)
+        self.use(None)
 
-    def use_slices(self, settings: dict[str, int]) -> int:
-        """From here on, only what this rank needs; its bytes."""
-        self._slices = sliced(self._plan, **settings)
-        self.weights.use(self._slices.plan)
-        return sum(nbytes for runs in self._slices.runs.values() for _, nbytes in runs)
+    def use(self, slices: dict[str, int] | None, nbytes: int | None = None) -> None:
+        """From here on, load only what this rank needs, or whole tensors; at once, or in batches."""
+        self._slices = None if slices is None else sliced(self._plan, **slices)
+        plan = self._plan if self._slices is None else self._slices.plan
+        self._batches = None if nbytes is None else batches(plan, nbytes)
+        self.weights.use(plan, self._batches)
 
-    def load(self, weights: Weights) -> State:
+    @property
+    def nbytes(self) -> int:
+        """What is read for a load."""
+        return self._manifest.nbytes if self._slices is None else self._slices.nbytes
+
+    @property
+    def batches(self) -> int:
+        return 1 if self._batches is None else len(self._batches)
+
+    def load(self, weights: Weights, at_once: bool = False) -> State:
         """Hand the weights over; their memory is written again afterwards, as a worker's is."""
         if self._slices is None:
             handed = [(name, tensor.clone()) for name, tensor in weights]
         else:
             handed = _cut(dict(weights), self._slices)
-        self.weights.check(handed)
-        self.weights.apply(handed)
-        for _, tensor in handed:
-            as_bytes(tensor).fill_(0xA5)
+        if self._batches is None or at_once:
+            self.weights.check(handed)
+            self.weights.apply(handed)
+            _spoil(handed)
+        else:  # on a thread that receives
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(self._load_in_batches, dict(handed), self._batches).result()
         return state_of(self._model, self._config)
+
+    def fail(self, last: int) -> dict[str, Any]:
+        """Load the second checkpoint up to a batch with a tensor that is too short."""
+        assert self._batches is not None
+        assert self._slices is not None
+        values = dict(_cut(dict(self.second), self._slices))
+        broken = self._batches[last][0]
+        values[broken] = values[broken].flatten()[:1].clone()
+        error = "none"
+        try:
+            self._load_in_batches(values, self._batches[: last + 1])
+        except Exception as caught:
+            error = type(caught).__name__
+        state_of(self._model, self._config)  # it runs, whatever comes out
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {
+            "error": error,
+            "on meta": [name for name, tensor in named if tensor.is_meta],
+            "armed": [name for name, each in self._model.named_modules() if own_tensors(each)],
+        }
+
+    def _load_in_batches(
+        self, values: dict[str, torch.Tensor], parts: Sequence[Sequence[str]]
+    ) -> None:
+        for number, names in enumerate(parts):
+            handed = [(name, values[name]) for name in names]
+            self.weights.apply_batch(number, handed)
+            _spoil(handed)
+
+
+def _spoil(handed: Weights) -> None:
+    for _, tensor in handed:
+        as_bytes(tensor).fill_(0xA5)
 
 
 def _cut(weights: dict[str, torch.Tensor], slices: Slices) -> Weights:
@@ -325,6 +393,7 @@ def main(folder: str, rank: int, size: int, unpacked: bool) -> None:
 
 def fork_ranks() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    gc.freeze()  # vLLM collects garbage at each load, which took most of the time over its imports
     for line in sys.stdin:
         folder, rank, *rest = json.loads(line)
         pid = os.fork()

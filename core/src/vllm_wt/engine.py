@@ -11,6 +11,7 @@ start_weight_update      the worker's main thread                   no
 receive_weights          a thread of core's, while vLLM generates   until ``deadline_s``
 abort_weight_update      the worker's main thread                   no
 finish_weight_update     the worker's main thread, after commit     no
+report                   the worker's main thread, at any time      no
 shutdown                 the worker's main thread                   briefly
 =======================  =========================================  =============================
 
@@ -18,17 +19,18 @@ An engine may raise on any rank at any step: core makes the ranks agree on the o
 touches the model; it hands the received tensors to ``load_weights``, which stages them.
 
 Trainer side, one instance in the trainer process, driven by `vllm_wt.delivery`:
-``describe`` once an engine, then for each round ``publish`` and ``update_info``; ``serve`` runs on a
-thread of core's while workers connect or receive; ``shutdown`` at the end.
+``describe`` once an engine, then for each round ``publish``, ``update_info``, ``send`` and ``settle``;
+``serve`` runs on a thread of core's while workers connect or receive; ``shutdown`` at the end.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -37,14 +39,16 @@ from vllm_wt.deadline import Deadline
 from vllm_wt.errors import InvalidInfo
 from vllm_wt.info import InitInfo, Op, UpdateInfo
 from vllm_wt.loading.plan import LoadPlan
+from vllm_wt.loading.staging import Intake
 from vllm_wt.source import WeightSource
 
 I = TypeVar("I", bound=InitInfo)  # noqa: E741
 U = TypeVar("U", bound=UpdateInfo)
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
-"""Stages received tensors, as the plan of ``plan_receive`` has them: of full shape, unless the engine
-has narrowed it. They must stay untouched until the commit."""
+"""Takes received tensors, as the plan of ``plan_receive`` has them: of full shape, unless the engine
+has narrowed it. They must stay untouched until the commit, or are loaded at once where the engine has
+named batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +77,17 @@ class WeightTransferEngine(ABC, Generic[I, U]):
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
-    def plan_receive(self, plan: LoadPlan) -> LoadPlan:
+    def plan_receive(self, plan: LoadPlan, init_info: I) -> Intake:
         """Say what ``load_weights`` will be given; called before ``init_transfer_engine``.
 
         Args:
             plan: What the model does with the full tensors, and so which parts of them it needs.
+            init_info: What ``init_transfer_engine`` will be given.
 
         Returns:
-            The plan itself for full tensors, which is the default; or one of
-            `vllm_wt.loading.slices`, for an engine that receives what is needed and no more.
+            By default full tensors, all of them kept until the commit.
         """
-        return plan
+        return Intake(plan)
 
     @abstractmethod
     def init_transfer_engine(self, init_info: I) -> None:
@@ -102,6 +106,15 @@ class WeightTransferEngine(ABC, Generic[I, U]):
     def finish_weight_update(self) -> None:
         """The staged tensors are in the model now; buffers may be reused."""
 
+    def report(self) -> dict[str, Any]:
+        """Facts of the backend's own for people, such as where it receives.
+
+        Returns:
+            Texts, finite numbers and truth values, by names that are no field of
+            `vllm_wt.reports.WorkerReport`; by default none.
+        """
+        return {}
+
     @abstractmethod
     def abort_weight_update(self, reason: str) -> None:
         """Make a running ``receive_weights`` raise soon. Called from another thread, at any time."""
@@ -109,6 +122,26 @@ class WeightTransferEngine(ABC, Generic[I, U]):
     @abstractmethod
     def shutdown(self) -> None:
         """Release everything; idempotent, and ``init_transfer_engine`` works afterwards."""
+
+
+class Sender(Protocol):
+    """Takes the tensors that have to be made, one after another, in the manifest's order."""
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """The next one; it may change as soon as this has returned."""
+
+    def end(self) -> None:
+        """There are no more."""
+
+
+def _options_of(cls: type[Any]) -> str:
+    """The options that a trainer's engine names in its signature."""
+    known = [
+        name
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in {"backend", "transport_cls"}
+    ]
+    return f"one of {', '.join(known)}" if known else "no options"
 
 
 class TrainerWeightTransferEngine(ABC):
@@ -126,7 +159,7 @@ class TrainerWeightTransferEngine(ABC):
                 f"Backend {backend!r} has no option {sorted(options)[0]!r}",
                 backend=backend,
                 where="connect",
-                expected="no options",
+                expected=_options_of(type(self)),
                 got=", ".join(sorted(options)),
                 cure="leave them out, or look the backend's options up in its README",
             )
@@ -145,6 +178,44 @@ class TrainerWeightTransferEngine(ABC):
     @abstractmethod
     def publish(self, version: int, deadline: Deadline) -> None:
         """Make the source's current values available to readers as ``version``."""
+
+    def send(  # noqa: B027  # most have nothing to make
+        self, readers: int | None, deadline: Deadline, watch: Callable[[], None]
+    ) -> None:
+        """Make what could not be made readable at once, as the workers take it.
+
+        Called once a round on the caller's thread, when all engines receive.
+
+        Args:
+            readers: Workers of all engines; None if an engine cannot tell.
+            deadline: Of the whole round.
+            watch: To be called now and then while this waits; raises when the round has failed.
+        """
+
+    def sender(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> Sender:
+        """Instead of `send`, for a trainer that makes its tensors itself and hands them over.
+
+        Args:
+            readers: As of `send`.
+            deadline: As of `send`.
+            watch: As of `send`.
+
+        Raises:
+            InvalidInfo: The backend has no such way.
+        """
+        raise InvalidInfo(
+            f"Backend {self.backend!r} does not take weights chunk by chunk",
+            backend=self.backend,
+            where="begin",
+            cure="use push",
+        )
+
+    def settle(self) -> None:  # noqa: B027
+        """The round is over, well or not; called once after each ``publish``, whatever became of it.
+
+        What all ranks of a trainer have to do together is done here to its end, where a failure has
+        kept ``send`` from it: a rank that stopped half-way would leave the others in a collective.
+        """
 
     @abstractmethod
     def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:

@@ -19,6 +19,7 @@ __all__ = [
     "InvalidInfo",
     "LoadError",
     "ManifestMismatch",
+    "NotPaused",
     "OutOfBounds",
     "PeerDead",
     "PluginError",
@@ -212,6 +213,12 @@ class Superseded(WrongOrder):
     """Another trainer has connected to the engine since; its round is not touched."""
 
     code = "E17"
+
+
+class NotPaused(WrongOrder):
+    """This engine loads while it receives (streamed), and so must not generate meanwhile."""
+
+    code = "E18"
 
 
 def _subclasses(cls: type[WeightTransferError]) -> dict[str, type[WeightTransferError]]:

@@ -40,6 +40,11 @@ Op = Literal["open", "poll", "seal", "all", "abort", "confirm"]
 round of this session up; ``confirm`` fails unless the model is whole and what it got last in this
 session is the attempt ``ticket`` (0: nothing)."""
 
+Verify = Literal["off", "bytes", "digest"]
+"""What is compared before a commit: nothing, the number of bytes, or a digest of every block."""
+Staging = Literal["auto", "device", "host", "none"]
+"""Where a worker receives; see `vllm_wt.loading.arena`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WireInfo:
@@ -225,6 +230,8 @@ class UpdateInfo(WireInfo):
             earlier attempt cannot be taken for this one's. 0 before the first.
         manifest_digest: Digest of the manifest that the source has now.
         deadline_s: Seconds left for the whole round.
+        paused: Whether the engine runs no forward passes until this round has ended. Only an engine
+            that loads what it receives at once asks for that.
     """
 
     op: Op
@@ -233,6 +240,7 @@ class UpdateInfo(WireInfo):
     ticket: Count
     manifest_digest: Digest
     deadline_s: Seconds = ROUND_S
+    paused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +248,21 @@ class PullInitInfo(InitInfo):
     """Init info of every backend that is a Transport.
 
     Args:
-        handle: Where the tensors can be read: its k-th buffer is the k-th non-empty tensor.
+        handle: Where the buffers can be read; see `vllm_wt.pull.exposure` for what they are.
+        verify: What is compared before the commit.
+        staging: Where the workers receive.
+        packed: The tensors that come through the ring: index of a first one in the manifest, and how
+            many.
+        bucket_nbytes: Size of a buffer of the ring.
+        slots: Most buffers of the ring.
     """
 
     handle: Handle
+    verify: Verify = "bytes"
+    staging: Staging = "auto"
+    packed: tuple[tuple[Count, Count], ...] = ()
+    bucket_nbytes: Count = 0
+    slots: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,12 @@ class Report:
     Args:
         error: Facts of its error, or None.
         step: Which step it speaks of; a late report of another step must not be taken for this one's.
+        streams: Whether this rank loads what it receives at once.
     """
 
     error: dict[str, Any] | None
     step: str = ""
+    streams: bool = False
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -5,10 +5,13 @@
     idle --start--> started --open--> receiving --seal--> sealed --finish--> idle
     init, abort, or any failure before finish: back to idle, the weights as they were
     a failure within finish: idle and torn, until a full round lands
+    an engine that streams loads between open and seal: a failure there leaves it torn, too
 
 Receiving runs on a thread of its own while vLLM generates. Nothing touches the model before every
-rank has every byte; then the commit is one step. After every step the ranks exchange reports: a
-failure anywhere is a failure everywhere, and only the highest rank raises (see `vllm_wt.ranks`).
+rank has every byte; then the commit is one step. (An engine whose memory is short streams: it loads
+what it receives at once, and refuses to open a round while vLLM generates.) After every step the
+ranks exchange reports: a failure anywhere is a failure everywhere, and only the highest rank raises
+(see `vllm_wt.ranks`).
 A call that comes from another trainer than the last to connect changes nothing.
 """
 
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,6 +29,7 @@ from vllm_wt.errors import (
     Aborted,
     InvalidInfo,
     ManifestMismatch,
+    NotPaused,
     Superseded,
     Timeout,
     TornModel,
@@ -37,10 +40,10 @@ from vllm_wt.errors import (
 )
 from vllm_wt.info import UpdateInfo
 from vllm_wt.loading.apply import ModelLoader
-from vllm_wt.loading.plan import LoadPlan
-from vllm_wt.loading.staging import Staging
+from vllm_wt.loading.staging import Intake, Staging, Streaming
 from vllm_wt.manifest import Manifest
 from vllm_wt.ranks import Ranks, Report
+from vllm_wt.receiving import Receive
 
 logger = logging.getLogger(__name__)
 
@@ -57,37 +60,6 @@ class State(enum.Enum):
     STARTED = "started"
     RECEIVING = "receiving"
     SEALED = "sealed"
-
-
-class _Receive:
-    """One ``receive_weights`` on its own thread."""
-
-    def __init__(
-        self,
-        run: Callable[[], None],
-        context: Callable[[], AbstractContextManager[Any]],
-        deadline: Deadline,
-    ) -> None:
-        self.deadline = deadline
-        self.error: Exception | None = None
-        self._run = run
-        self._context = context
-        self._thread = threading.Thread(target=self._main, name="vllm-wt-receive", daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        try:
-            with self._context():
-                self._run()
-        except Exception as error:
-            self.error = error
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
 
 
 class WorkerRound:
@@ -114,9 +86,11 @@ class WorkerRound:
         self._backend = engine.context.backend
         self._session: str | None = None
         self._manifest: Manifest | None = None
-        self._plan: LoadPlan | None = None
-        self._staging: Staging | None = None
-        self._receive: _Receive | None = None
+        self._intake: Intake | None = None
+        self._streams = False
+        """Whether any rank of this engine does."""
+        self._staging: Staging | Streaming | None = None
+        self._receive: Receive | None = None
         self._update: UpdateInfo | None = None
         self._committed = 0  # ticket of what this session has committed last
         self._steps = 0
@@ -150,8 +124,9 @@ class WorkerRound:
             self._abandon("a new trainer connects")
             self._require_no_receive()
             assert plan is not None
-            self._plan = self._engine.plan_receive(plan)
-            self._loader.use(self._plan)
+            assert info is not None
+            self._intake = self._engine.plan_receive(plan, info)
+            self._loader.use(self._intake.plan, self._intake.batches)
             self._engine.init_transfer_engine(info)
         except Exception as caught:
             error = self._typed(caught, phase)
@@ -191,13 +166,14 @@ class WorkerRound:
                 self._poll(info)
             if info.op in {"seal", "all"}:
                 self._seal(info)
-            if info.op == "abort":
+            # One that was long on its way must not end a later attempt.
+            if info.op == "abort" and (self._update is None or info.ticket >= self._update.ticket):
                 self._abandon("the trainer gave it up")
             if info.op == "confirm":
                 self._confirm(info)
         except Exception as caught:
             error = self._typed(caught, "update_weights")
-        self._agreed("update_weights", error, seconds, spares=(Superseded,))
+        self._agreed("update_weights", error, seconds, spares=(Superseded, NotPaused))
 
     def finish(self) -> None:
         """Commit a sealed round.
@@ -215,13 +191,13 @@ class WorkerRound:
         # A vote on the seal that some rank did not hear of must not end in a commit of the others.
         if not self._agreed("finish_weight_update", refused, _GRACE_S):
             return
-        assert self._staging is not None
         assert self._update is not None
         version, ticket = self._update.version, self._update.ticket
         error: WeightTransferError | None = None
         self.torn = True  # until every rank has reported success
         try:
-            self._loader.apply(self._staging.weights())
+            if isinstance(self._staging, Staging):  # what was streamed is in already
+                self._loader.apply(self._staging.weights())
         except Exception as caught:
             logger.exception("vllm-wt: the commit of version %d failed", version)
             error = TornModel(
@@ -244,6 +220,17 @@ class WorkerRound:
         """
         error = self._typed(WrongOrder(f"{what} is not possible", cure=cure), what)
         self._agreed(what, error, INIT_S, spares=(WrongOrder,))
+
+    def report(self) -> dict[str, Any]:
+        """What this worker says of itself; changes nothing, and needs no other rank."""
+        return {
+            **self._engine.report(),  # a backend has no say in what follows
+            "rank": self._ranks.rank,
+            "state": self.state.value,
+            "version": self.version,
+            "torn": self.torn,
+            "streams": self._streams,
+        }
 
     def shutdown(self) -> None:
         """Release the trainer's connection; idempotent, never raises."""
@@ -311,6 +298,15 @@ class WorkerRound:
                 got=info.manifest_digest,
                 cure="connect again after changing what is sent",
             )
+        if self._streams and not info.paused:
+            raise NotPaused(
+                "This engine loads while it receives, and so must not generate meanwhile",
+                where="open",
+                expected="an engine that is paused",
+                got="one that may generate",
+                cure="pause it first, which WeightSync does where the client can; or leave it memory "
+                'to receive everything first (staging="device" or "host")',
+            )
         if self.version is not None and info.version <= self.version:
             raise InvalidInfo(
                 "The version does not advance",
@@ -320,15 +316,22 @@ class WorkerRound:
                 cure="push a version above the last one; a trainer that starts anew connects first",
             )
         self._require_no_receive()
-        assert self._plan is not None
-        staging = Staging(self._plan.manifest)
+        assert self._intake is not None
+        staging: Staging | Streaming
+        if self._intake.batches is None:
+            staging = Staging(self._intake.plan.manifest)
+        else:
+            staging = Streaming(self._intake, self._loader, self._tear)
         self._update, self._staging = info, staging
-        self._receive = _Receive(
+        self._receive = Receive(
             lambda: self._engine.receive_weights(info, staging),
             self._thread_context,
             Deadline(info.deadline_s),
         )
         self.state = State.RECEIVING
+
+    def _tear(self) -> None:
+        self.torn = True
 
     def _require_no_receive(self) -> None:
         """An earlier receive that outlived its abort would read, and write, for its own trainer."""
@@ -338,7 +341,7 @@ class WorkerRound:
                 cure="try again shortly; restart the engine if it lasts",
             )
 
-    def _require_receiving(self, info: UpdateInfo) -> _Receive:
+    def _require_receiving(self, info: UpdateInfo) -> Receive:
         self._require_state(State.RECEIVING, info.op)
         assert self._receive is not None
         assert self._update is not None
@@ -373,13 +376,14 @@ class WorkerRound:
             raise receive.error
         assert self._staging is not None
         self._staging.require_complete()
-        self._loader.check(self._staging.weights())
+        if isinstance(self._staging, Staging):
+            self._loader.check(self._staging.weights())
         self.state = State.SEALED
 
     def _confirm(self, info: UpdateInfo) -> None:
         if self.torn:
             raise TornModel(
-                "The model holds a mix of old and new weights since a commit that failed",
+                "The model holds a mix of old and new weights since an update that failed",
                 expected=f"version {info.version}",
                 cure="do not generate; push a full update, or restart the engine",
             )
@@ -437,6 +441,7 @@ class WorkerRound:
             spares: Errors for which nothing was done: a round that is open goes on.
         """
         reports = self._exchange(phase, error, seconds)
+        self._streams = any(report.streams for report in reports)
         failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
         if not failed:
             return True
@@ -456,7 +461,8 @@ class WorkerRound:
         """Every rank's report on this step; nothing stays open when they cannot be had."""
         self._steps += 1
         step = f"{self._steps} {phase}"
-        report = Report(error.facts() if error is not None else None, step)
+        streams = self._intake is not None and self._intake.batches is not None
+        report = Report(error.facts() if error is not None else None, step, streams)
         try:
             reports = self._ranks.exchange(report, seconds + _GRACE_S)
             if others := sorted({r.step for r in reports} - {step}):

@@ -5,13 +5,22 @@ The worker keeps a flag of its own and refuses a call out of turn on every rank 
 tensor parallel 2 or more). No engine can prevent that from inside: two trainers of one engine, or one
 that was stopped and goes on, are enough. So, on workers whose engine is ours, the flag is set to what
 the call asks for, and the round refuses it instead: the ranks agree, and only the highest one raises.
+
+And the worker class gets one method of ours, since vLLM's four return nothing: `vllm_wt_report`, a name
+that `collective_rpc` can call. It changes nothing of vLLM's own, and never raises, which would put the
+replies out of step, too: a report that fails says so.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
+
+from vllm_wt.clients.limits import shown
+from vllm_wt.errors import WeightTransferError, to_text
+from vllm_wt.reports import METHOD
 
 _FLAG = {
     "start_weight_update": False,
@@ -35,6 +44,7 @@ def open_for(engine_cls: type[Any]) -> None:
             setattr(Worker, name, _opened(getattr(Worker, name), flag, engine_cls))
     if hasattr(Worker, _DRAFT):  # since 0.26
         setattr(Worker, _DRAFT, _refused(getattr(Worker, _DRAFT), engine_cls))
+    setattr(Worker, METHOD, _reporting(engine_cls))
     setattr(Worker, _OPENED, True)
 
 
@@ -50,6 +60,23 @@ def _opened(original: Callable[..., Any], flag: bool, engine_cls: type[Any]) -> 
         return original(self, *args, **kwargs)
 
     return call
+
+
+def _reporting(engine_cls: type[Any]) -> Callable[[Any], dict[str, Any] | None]:
+    def report(self: Any) -> dict[str, Any] | None:
+        try:
+            engine = getattr(self, "weight_transfer_engine", None)
+            if not isinstance(engine, engine_cls):
+                return None
+            # Through JSON here: what cannot be sent would fail later, beyond our reach.
+            told: dict[str, Any] = json.loads(json.dumps(engine.report(), allow_nan=False))
+        except WeightTransferError as error:
+            return {"error": to_text(error)}
+        except Exception as error:
+            return {"error": shown(error)}
+        return told
+
+    return report
 
 
 def _refused(original: Callable[..., Any], engine_cls: type[Any]) -> Callable[..., Any]:

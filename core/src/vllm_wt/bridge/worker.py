@@ -69,6 +69,10 @@ class WorkerEngine(VllmEngine):
     def finish_weight_update(self) -> None:
         self._guarded(self.round.finish)
 
+    def report(self) -> dict[str, Any]:
+        """What this worker says of itself; see `gate`."""
+        return self.round.report()
+
     def refuse_draft_update(self) -> None:
         """Instead of a draft update that vLLM would refuse on every rank; see `gate`."""
         self._guarded(

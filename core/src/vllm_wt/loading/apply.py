@@ -24,8 +24,17 @@ class ModelLoader(Protocol):
             LoadError: The model does not take these tensors, or would be left incomplete.
         """
 
-    def use(self, plan: LoadPlan) -> None:
-        """Load by this plan from now on: that of :meth:`rehearse`, or one narrowed from it."""
+    def use(self, plan: LoadPlan, batches: Sequence[Sequence[str]] | None = None) -> None:
+        """Load by this plan from now on: that of :meth:`rehearse`, or one narrowed from it.
+
+        Args:
+            plan: What is received, and where it goes.
+            batches: What :meth:`apply_batch` is going to be given, by `vllm_wt.loading.batches`
+                from this plan. None: everything at once.
+
+        Raises:
+            LoadError: The model cannot be loaded in these batches.
+        """
 
     def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Look at the values, and at the model, before anything is touched.
@@ -42,6 +51,25 @@ class ModelLoader(Protocol):
 
         Raises:
             Exception: Of any class. The model can run, but mixes old and new weights.
+        """
+
+    def apply_batch(self, number: int, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load one batch, and with the last one what modules keep of others.
+
+        After the first call the model mixes old and new weights, until the last one has returned:
+        no forward pass may run in between. The memory of ``weights`` is free again on return. Any
+        thread may call it, one at a time; torch's default dtype is another one meanwhile, for all
+        threads.
+
+        Args:
+            number: Of the batch: 0, 1 and so on. 0 begins an update, which gives up one that is not
+                at its end; so does whatever fails.
+            weights: Exactly the batch's tensors, in order.
+
+        Raises:
+            WrongOrder: It is another batch's turn.
+            Exception: Of any class. What the batches before it have loaded stays; the model can run,
+                but mixes old and new weights until a whole update is in.
         """
 
 
