@@ -60,7 +60,7 @@ class MemoryTransport:
         return None
 
     def readers(self, ticket: int) -> frozenset[str]:
-        notified = self.fabric.notified.get(self.name, set())
+        notified = list(self.fabric.notified.get(self.name, ()))  # readers add to it meanwhile
         return frozenset(reader for reader, its in notified if its == ticket)
 
     def open(self, owner: str, generation: int, handle: bytes, deadline: Deadline) -> None:
@@ -116,7 +116,7 @@ class DictLoader:
         self.rehearsed = manifest
         return LoadPlan.of_whole(manifest, "a dictionary")
 
-    def use(self, plan: LoadPlan) -> None:
+    def use(self, plan: LoadPlan, batches: Any = None) -> None:
         self.plan = plan
 
     def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_wt.deadline import Deadline
+from vllm_wt.digests import BLOCK
 from vllm_wt.engine import WorkerContext
 from vllm_wt.loading.apply import DirectWrites
 from vllm_wt.loading.plan import LoadPlan
@@ -44,7 +45,7 @@ class Columns:
     def rehearse(self, manifest: Manifest) -> LoadPlan:
         return record(self.model, self._load, manifest)
 
-    def use(self, plan: LoadPlan) -> None:
+    def use(self, plan: LoadPlan, batches: Any = None) -> None:
         self.writes = DirectWrites(plan, dict(self.model.named_parameters()))
 
     def check(self, weights: Any) -> None:
@@ -80,12 +81,15 @@ def synced(transport_cls: type[MemoryTransport], loader: Columns, source: Any) -
     """Three rounds, each with other values."""
     context = WorkerContext(backend="memory", device=torch.device("cpu"), rank=0, size=1)
     worker = WorkerRound(PullEngine(context, transport_cls), loader, SingleRank())
-    trainer = PullTrainer(as_source(source), backend="memory", transport_cls=transport_cls)
+    trainer = PullTrainer(
+        as_source(source), backend="memory", transport_cls=transport_cls, verify="bytes"
+    )
     worker.init(trainer.describe(Deadline(30)).to_wire())
     for version in (1, 2, 3):
         for tensor in source.values():
             tensor.add_(1)
         trainer.publish(version, Deadline(30))
+        trainer.send(1, Deadline(30), lambda: None)
         worker.start()
         info = trainer.update_info("all", Deadline(30), known=trainer.generation)
         worker.update(info.to_wire())
@@ -137,4 +141,4 @@ def test_the_arena_has_what_is_read_and_no_more(fabric, source):
         "bias": (3,),
     }
     arena = loader.given["wide"].untyped_storage().nbytes()
-    assert arena == 256 + 12  # 240 bytes, on to the next multiple of 256, and the bias
+    assert arena == 2 * BLOCK  # 240 bytes, and 12

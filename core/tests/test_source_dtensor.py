@@ -20,7 +20,8 @@ from torch import nn
 
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.packing import meta_of
-from vllm_wt.source import ModuleSource, StateDictSource, as_source
+from vllm_wt.source import Announced, ModuleSource, StateDictSource, as_source
+from vllm_wt.sources.announced import handed_over
 
 DEADLINE_S = 120
 WORLD = 2
@@ -145,6 +146,13 @@ class Rank:
             items["replicated"].data_ptr() == state["replicated"].to_local().data_ptr()
         )
         self.walk("pairs", as_source(list(state.items())))
+        self.report["announced"] = Announced(state).manifest() == StateDictSource(state).manifest()
+        for name in ("rows", "replicated"):
+            try:
+                ((_, tensor),) = handed_over({name: state[name]})
+                self.report[f"handed_{name}"] = torch.equal(tensor, full[name])
+            except WeightTransferError as error:
+                self.report[f"handed_{name}"] = error.facts()
 
         class Vllms:
             """A source of vLLM 0.29 that yields what the trainer has."""
@@ -347,6 +355,15 @@ def test_placements(reports, folder, key):
         assert report[key]["made"] == (sorted(full) if key == "vllm" else gathered)
         assert report[key]["in_place"] == ["plain", "replicated"]
         assert report["replicated_itself"]
+
+
+def test_announced_and_handed_over(reports):
+    """A tensor that would have to be gathered is refused, with nobody in a gather."""
+    for report in reports:
+        assert report["announced"]
+        assert report["handed_replicated"] is True
+        assert report["handed_rows"]["what"] == "Tensor 'rows' is spread over several ranks"
+        assert "full_tensor()" in report["handed_rows"]["cure"]
 
 
 def test_two_mesh_dimensions(reports, folder):

@@ -14,11 +14,19 @@ from vllm_wt.spec import BackendSpec, Kind
 if TYPE_CHECKING:
     from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
     from vllm_wt.session import EngineStatus, PushResult, WeightSync
-    from vllm_wt.source import ModuleSource, SafetensorsSource, StateDictSource, WeightSource
+    from vllm_wt.source import (
+        Announced,
+        ModuleSource,
+        SafetensorsSource,
+        StateDictSource,
+        WeightSource,
+        take_part,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Announced",
     "BackendSpec",
     "EngineStatus",
     "Kind",
@@ -32,9 +40,11 @@ __all__ = [
     "WeightTransferEngine",
     "__version__",
     "hookimpl",
+    "take_part",
 ]
 
 _LAZY = {
+    "Announced": "vllm_wt.source",
     "EngineStatus": "vllm_wt.session",
     "ModuleSource": "vllm_wt.source",
     "PushResult": "vllm_wt.session",
@@ -44,6 +54,7 @@ _LAZY = {
     "WeightSource": "vllm_wt.source",
     "WeightSync": "vllm_wt.session",
     "WeightTransferEngine": "vllm_wt.engine",
+    "take_part": "vllm_wt.source",
 }
 
 

@@ -27,14 +27,20 @@ class Exposed:
     memory: torch.Tensor
     place: int
     writes: int | None
+    _storage: torch.UntypedStorage
+    _needed: int
+    """Bytes of the storage that the tensor reaches to."""
 
     @classmethod
     def of(cls, buffer: torch.Tensor) -> Exposed:
-        return cls(buffer, as_bytes(buffer), buffer.data_ptr(), writes_to(buffer))
+        memory = as_bytes(buffer)
+        needed = int(memory.storage_offset()) + memory.numel()
+        place = buffer.data_ptr()
+        return cls(buffer, memory, place, writes_to(buffer), memory.untyped_storage(), needed)
 
     @property
     def in_place(self) -> bool:
-        return self.buffer.data_ptr() == self.place and _has_memory(self.memory)
+        return self.buffer.data_ptr() == self.place and self._storage.nbytes() >= self._needed
 
     @property
     def title(self) -> str:
@@ -45,7 +51,7 @@ def same_memory(former: list[Exposed], now: list[Exposed]) -> bool:
     """Whether what was registered is what would be; memory that was freed is other memory, even
     where the allocator has given out the same address again."""
     return [exposed.place for exposed in former] == [exposed.place for exposed in now] and all(
-        exposed.memory.data_ptr() == exposed.place and _has_memory(exposed.memory)
+        exposed.memory.data_ptr() == exposed.place and exposed._storage.nbytes() >= exposed._needed
         for exposed in former
     )
 

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 
 from vllm_wt.errors import InvalidInfo
+from vllm_wt.sources.announced import Announced
 from vllm_wt.sources.base import WeightSource
+from vllm_wt.sources.cast import Cast
 from vllm_wt.sources.files import SafetensorsSource
 from vllm_wt.sources.tensors import ModuleSource, PairsSource, StateDictSource
 from vllm_wt.sources.vllm_source import VllmSource, is_vllm_source
 
 __all__ = [
+    "Announced",
+    "Cast",
     "ModuleSource",
     "PairsSource",
     "SafetensorsSource",
@@ -22,6 +26,7 @@ __all__ = [
     "VllmSource",
     "WeightSource",
     "as_source",
+    "take_part",
 ]
 
 _ACCEPTED = (
@@ -58,6 +63,28 @@ def as_source(source: Any) -> WeightSource:
         got=f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__,
         cure=_cure(source),
     )
+
+
+def take_part(source: Any) -> None:
+    """Walk a source once and keep nothing.
+
+    For trainers whose tensors are gathered from several ranks (FSDP2, DTensors, a source of vLLM's that
+    gathers): one rank has the `WeightSync`, and each other one calls this once for each of its pushes.
+    It returns when that rank has made all of its tensors, which it does at the pace of the engines, or
+    at once after a push that failed. So let the process group's timeout be longer than a push may take.
+    Nothing is to be walked for connect, nor for a push whose arguments were refused, since those make
+    nothing.
+
+    Args:
+        source: As of :func:`as_source`: the same on every rank.
+
+    Raises:
+        InvalidInfo: It is no source, or has what cannot be sent.
+        TransportError: A gather has failed.
+    """
+    tensors = iter(as_source(source))
+    while next(tensors, None) is not None:  # none is held while the next one is made
+        pass
 
 
 def _cure(source: Any) -> str | None:

@@ -18,10 +18,14 @@ from typing import Any
 
 import torch
 
+from vllm_wt.deadline import Deadline
+from vllm_wt.pull import PullTrainer
+from vllm_wt.source import StateDictSource
 from vllm_wt_rdma import nixl
 from vllm_wt_rdma.transport import NixlTransport
 
 _POLL_S = 0.001
+_LONG_S = 30.0
 
 
 def content(nbytes: int, seed: int) -> torch.Tensor:
@@ -37,6 +41,31 @@ class Owner:
         self.transport = NixlTransport(name, torch.device("cpu"))
         self.polling = True
         self._regions: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        self._weights: dict[str, torch.Tensor] = {}
+        self._trainer: PullTrainer | None = None
+
+    def progress(self) -> None:
+        self.transport.progress()
+        if self._trainer is not None and self._trainer._transport is not None:
+            self._trainer._transport.progress()
+
+    def connect(self, nbytes: int) -> dict[str, Any]:
+        """Be a trainer of one tensor; returns the init info."""
+        self._weights = {"weight": torch.zeros(nbytes, dtype=torch.uint8)}
+        self._trainer = PullTrainer(
+            StateDictSource(self._weights), backend="rdma", transport_cls=NixlTransport
+        )
+        return self._trainer.describe(Deadline(_LONG_S)).to_wire()
+
+    def publish(self, version: int) -> dict[str, Any]:
+        """Publish values that are made of the version; returns the info that opens the round."""
+        assert self._trainer is not None
+        weight = self._weights["weight"]
+        weight.copy_(content(weight.numel(), version))
+        deadline = Deadline(_LONG_S)
+        self._trainer.publish(version, deadline)
+        self._trainer.send(1, deadline, lambda: None)
+        return self._trainer.update_info("open", deadline, known=0).to_wire()
 
     def expose(self, generation: int, sizes: list[int], seed: int) -> str:
         """Expose new buffers of these sizes; returns the handle."""
@@ -82,7 +111,7 @@ def serve(connection: socket.socket) -> None:
     print(json.dumps(os.getpid()), file=replies, flush=True)
     while True:
         if owner.polling:
-            owner.transport.progress()
+            owner.progress()
         if not select.select([connection], [], [], _POLL_S)[0]:
             continue
         line = lines.readline()

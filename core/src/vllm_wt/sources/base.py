@@ -29,11 +29,26 @@ class WeightSource(ABC):
         in place, unless its name is in :attr:`made`.
         """
 
+    def at_hand(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that are there in full already, in manifest order; makes nothing, and asks no peer.
+
+        One of them may be in :attr:`made` all the same: it is not to be exposed in place. A source
+        that cannot tell without making the others has none.
+        """
+        return iter(()) if self.made else iter(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where to put tensors together that are not there in full yet; best where they are made."""
+        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
+
     @property
     def made(self) -> frozenset[str]:
         """Names whose tensors are made anew in each pass: gathered, read from a file, cast.
 
         Nothing but the pass holds such a tensor, so a backend copies it before it asks for the
-        next one, and never exposes it in place. A name may come and go between passes.
+        next one, and never exposes it in place. A name may come and go between passes, where
+        :meth:`at_hand` goes on telling what is there.
         """
         return frozenset()

@@ -40,6 +40,17 @@ class TensorSource(WeightSource):
         for name, tensor in self._checked():
             yield name, whole(name, tensor, where=self._where)
 
+    def at_hand(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._checked():
+            if not is_gathered(tensor):
+                yield name, whole(name, tensor, where=self._where)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first tensor."""
+        items = self._checked()
+        return items[0][1].device if items else torch.device("cpu")
+
     @property
     def made(self) -> frozenset[str]:
         """Names of the DTensors that are gathered."""

@@ -1,0 +1,6 @@
+"""Any Transport as a full backend: workers pull the trainer's tensors into an arena of their own."""
+
+from vllm_wt.pull.trainer import PullTrainer
+from vllm_wt.pull.worker import PullEngine
+
+__all__ = ["PullEngine", "PullTrainer"]

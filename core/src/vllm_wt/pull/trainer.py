@@ -1,0 +1,450 @@
+"""The trainer's side of every Transport: tensors where they are, and others through a ring."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import torch
+
+from vllm_wt.clients.limits import shown
+from vllm_wt.deadline import Deadline
+from vllm_wt.digests import BLOCK, Digests
+from vllm_wt.engine import Sender, TrainerWeightTransferEngine
+from vllm_wt.errors import InvalidInfo, ManifestMismatch, WrongOrder
+from vllm_wt.exposed import (
+    Exposed,
+    is_plain,
+    require_memory,
+    require_one_device,
+    same_memory,
+    writes_to,
+)
+from vllm_wt.info import (
+    Handle,
+    InitInfo,
+    Op,
+    PullInitInfo,
+    PullUpdateInfo,
+    Staging,
+    UpdateInfo,
+    Verify,
+    seconds_left,
+)
+from vllm_wt.packing import as_bytes, meta_of
+from vllm_wt.pull.exposure import DIGESTED, READY, SIGNALS, Exposure
+from vllm_wt.pull.prepared import Prepared
+from vllm_wt.pull.ring import Filling, Ring
+from vllm_wt.source import Announced, WeightSource
+from vllm_wt.transport import Transport
+
+_SERVE_S = 0.001
+"""Seconds between two polls of the owner's endpoint while peers may connect or read."""
+_SLOTS = 3
+"""Slots of the ring: one is filled, one is read, and one is for whoever is ahead."""
+_BUCKET_NBYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Size of a slot, unless all that goes through the ring is less."""
+_SMALL_NBYTES = 32 << 20
+"""CUDA tensors below this go through the ring, too: to read one by itself takes as long, whatever its
+size, as to copy this much within the device."""
+
+
+class PullTrainer(TrainerWeightTransferEngine):
+    """Trainer side of every Transport.
+
+    Contiguous tensors are exposed where they are, nothing is copied. What has to be made first (a
+    gather, a file that is read, a strided tensor) goes through a ring of a few buffers, in the source's
+    order, as the workers read it: the most memory that takes is the ring and one tensor. Memory that
+    moved between rounds is noticed and exposed anew.
+
+    Args:
+        source: The weights.
+        backend: Name of the backend.
+        transport_cls: The plugin's Transport.
+        verify: ``"digest"``: every block of 4 KiB is compared by a 64-bit digest before the commit.
+            ``"bytes"``: only how many bytes have come. ``"off"``: nothing.
+        staging: Where the workers receive; see `vllm_wt.loading.arena`.
+        bucket_nbytes: Size of a buffer of the ring, a multiple of 4096.
+        options: Others; none are known to core.
+
+    Raises:
+        InvalidInfo: An option has a wrong value, or is unknown.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        backend: str,
+        transport_cls: type[Transport],
+        verify: Verify = "digest",
+        staging: Staging = "auto",
+        bucket_nbytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, backend=backend, **options)
+        _require_one_of("verify", verify, get_args(Verify))
+        _require_one_of("staging", staging, get_args(Staging))
+        _require_bucket(bucket_nbytes)
+        self._transport_cls = transport_cls
+        self._verify = verify
+        self._staging = staging
+        self._bucket_nbytes = bucket_nbytes
+        self._session = uuid.uuid4().hex
+        self._manifest = source.manifest()
+        self._metas = {tensor.name: tensor for tensor in self._manifest.tensors}
+        self._transport: Transport | None = None
+        self._lock = threading.Lock()  # the serving thread and the caller share the transport
+        self._exposure: Exposure | None = None
+        self._ring: Ring | None = None
+        self._digests: torch.Tensor | None = None
+        self._digests_of: Digests | None = None
+        self._signals: torch.Tensor | None = None
+        self._region: Any = None
+        self._exposed: list[Exposed] = []
+        self._watched: list[Exposed] = []
+        """Tensors that are there and go through the ring all the same."""
+        self._prepared: Prepared | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+        self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._owed = False
+        self._generation = 0
+        self._ticket = 0
+        self._version = 0
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def describe(self, deadline: Deadline) -> InitInfo:
+        if self._exposure is None:
+            self._settle_exposure()
+        self._expose()
+        exposure = self._settled
+        return PullInitInfo(
+            session=self._session,
+            tensors=InitInfo.tensors_of(self._manifest),
+            manifest_digest=self._manifest.digest,
+            deadline_s=seconds_left(deadline),
+            verify=self._verify,
+            staging=self._staging,
+            packed=exposure.runs,
+            bucket_nbytes=exposure.bucket_nbytes,
+            slots=exposure.slots,
+            handle=self._handle(),
+        )
+
+    def publish(self, version: int, deadline: Deadline) -> None:
+        self._version = version
+        self._ticket += self._settled.count + 1
+        self._owed = bool(self._settled.packed) and not isinstance(self.source, Announced)
+        self._manifest.require_same(self.source.manifest().tensors, where="publish")
+        self._expose()
+        self._prepare()
+
+    def send(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
+        sender = self.sender(readers, deadline, watch)
+        if self._prepared is not None and isinstance(sender, Filling):
+            sender.pour(self._prepared.into)
+            self._owed = False
+            return
+        packed = self._settled.packed
+        self._pass = iter(self.source) if packed else iter(())
+        for name, tensor in self._pass:
+            if name in packed and tensor.numel():
+                require_memory(name, tensor)
+                sender.put(name, tensor)
+            del tensor  # or it would be there while the next one is made
+        self._owed, self._pass = False, None
+        sender.end()
+
+    def sender(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> Sender:
+        self._require_in_place()  # memory that has been freed must not be looked at
+        self._synchronize()  # what other streams still write must be in what is copied here, too
+        if self._digests is not None and self._digests_of is not None:
+            self._digests_of.run(self._digests[: self._digests_of.count])
+            self._signal(DIGESTED, self._ticket)
+        if self._ring is None:
+            return _Nothing()
+        if readers is None and self._settled.count > len(self._ring.slots):
+            raise InvalidInfo(
+                "An engine does not say how many workers it has, and its weights have to be made in "
+                "turns",
+                where="world_size",
+                expected="the number of workers",
+                got="none",
+                cure="give the client a method world_size()",
+            )
+        ticket, exposure = self._ticket, self._settled
+
+        def have_read(bucket: int) -> int:
+            self._progress()  # rather than wait until the serving thread does
+            return self._reported(exposure.number(ticket, bucket))
+
+        def ready(bucket: int) -> None:
+            self._signal(READY, exposure.number(ticket, bucket))
+
+        return Filling(
+            self._ring,
+            self._digests,
+            readers=readers or 0,
+            have_read=have_read,
+            ready=ready,
+            watch=watch,
+            deadline=deadline,
+        )
+
+    def settle(self) -> None:
+        if self._owed:
+            rest = self._pass if self._pass is not None else iter(self.source)
+            self._owed, self._pass = False, None
+            while next(rest, None) is not None:  # keeps none while the next one is made
+                pass
+
+    def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
+        # Before a worker says that what came is not what was sent.
+        if op in {"poll", "seal", "all"}:
+            self._require_in_place()
+        return PullUpdateInfo(
+            op=op,
+            session=self._session,
+            version=self._version,
+            ticket=self._ticket,
+            manifest_digest=self._manifest.digest,
+            deadline_s=seconds_left(deadline),
+            handle=self._handle() if op in {"open", "all"} and known != self._generation else None,
+        )
+
+    def serve(self, stop: threading.Event) -> None:
+        while not stop.wait(_SERVE_S):
+            self._progress()
+
+    def delivered(self) -> int:
+        return self._reported(self._ticket)
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._transport is not None:
+                self._transport.close()
+            self._transport = self._region = None
+            self._exposed = []
+            self._watched = []
+            self._prepared = None
+            self._copies = {}
+            self._exposure = self._ring = None
+            self._digests = self._digests_of = self._signals = None
+
+    @property
+    def _settled(self) -> Exposure:
+        if self._exposure is None:
+            raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
+        return self._exposure
+
+    def _settle_exposure(self) -> None:
+        """Decide, for the whole session, what is exposed in place and what goes through the ring."""
+        made = self.source.made
+        whole: dict[str, torch.Tensor] = {}
+        for name, tensor in self.source.at_hand():
+            small = tensor.is_cuda and tensor.nbytes < _SMALL_NBYTES
+            if tensor.numel() and name not in made and is_plain(tensor) and not small:
+                whole[name] = tensor
+        packed = frozenset(
+            tensor.name
+            for tensor in self._manifest.tensors
+            if tensor.nbytes and tensor.name not in whole
+        )
+        device = next(iter(whole.values())).device if whole else self.source.device
+        nbytes = self._bucket_nbytes or _BUCKET_NBYTES.get(device.type, _BUCKET_NBYTES["cpu"])
+        exposure = Exposure(self._manifest, packed, nbytes, _SLOTS, self._verify == "digest")
+        if exposure.count:
+            self._ring = Ring(exposure, device)
+        if exposure.digested:
+            self._digests = torch.zeros(max(1, exposure.blocks), dtype=torch.int64, device=device)
+        self._signals = torch.zeros(SIGNALS, dtype=torch.int64, device=device)
+        self._exposure = exposure
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """The tensors that are exposed in place, as they are to be read."""
+        exposure, made = self._settled, self.source.made
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self.source.at_hand():
+            if name in exposure.buffer:
+                self._require_as_announced(name, tensor)
+                require_memory(name, tensor)
+                # One that was plain when the session began, and is not for now, is copied.
+                in_place = name not in made and is_plain(tensor)
+                found[name] = tensor if in_place else self._copy(name, tensor)
+        for name in exposure.buffer:
+            if name not in found:
+                raise ManifestMismatch(
+                    f"Tensor {name!r} was there in full when the session began, and is not now",
+                    where="source",
+                    expected="a tensor that is there in full",
+                    got="one that is gathered, or made in another way",
+                    cure="connect again after changing what is sent",
+                )
+        return [found[name] for name in exposure.buffer]
+
+    def _prepare(self) -> None:
+        """Find out whether all that goes through the ring is there, and stays while it is copied."""
+        exposure = self._settled
+        if self._ring is None:
+            return
+        there = {
+            name: tensor
+            for name, tensor in self.source.at_hand()
+            if name in exposure.packed and is_plain(tensor)
+        }
+        for name, tensor in there.items():
+            self._require_as_announced(name, tensor)
+            require_memory(name, tensor)
+        self._watched = [Exposed.of(tensor) for tensor in there.values()]
+        if len(there) < len(exposure.packed):
+            self._prepared = None
+        elif self._prepared is None or not self._prepared.made_of(there):
+            self._prepared = Prepared(self._ring, there)
+
+    def _require_as_announced(self, name: str, tensor: torch.Tensor) -> None:
+        """A source is the user's own code, and its tensors need not be what its manifest says."""
+        got, expected = meta_of(name, tensor), self._metas[name]
+        if got != expected:
+            raise ManifestMismatch(
+                f"Tensor {name!r} is not what the source's manifest says",
+                where="source",
+                expected=f"{expected.dtype} {list(expected.shape)}",
+                got=f"{got.dtype} {list(got.shape)}",
+                cure="let the source's manifest and its tensors agree",
+            )
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self._synchronize()
+        kept = self._copies.get(name)
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+        ):
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            self._copies[name] = kept
+        return kept.copy_(tensor)
+
+    def _expose(self) -> None:
+        """Make the source's current values readable; a new generation when memory has moved."""
+        buffers = self._buffers()
+        assert self._signals is not None
+        ours = [
+            *(self._ring.slots if self._ring is not None else ()),
+            *((as_bytes(self._digests),) if self._digests is not None else ()),
+            as_bytes(self._signals),
+        ]
+        require_one_device([*buffers, self._signals])
+        self._synchronize()  # readers see memory, not our streams
+        with self._lock:
+            former, self._exposed = self._exposed, [Exposed.of(buffer) for buffer in buffers]
+            if self._region is not None and same_memory(former, self._exposed):
+                return
+            if self._transport is None:
+                self._transport = self._transport_cls(
+                    f"trainer-{self._session[:12]}", self._signals.device
+                )
+            elif self._region is not None:
+                region, self._region = self._region, None  # gone, whatever fails from here on
+                self._transport.revoke(self._generation)
+                self._transport.unregister(region)
+            if self._digests is not None:
+                self._digests_of = Digests([exposed.memory for exposed in self._exposed])
+            memory = [*(exposed.memory for exposed in self._exposed), *ours]
+            self._region = self._transport.register(memory)
+            self._generation += 1  # first: one that was revoked must not be told again
+
+    def _require_in_place(self) -> None:
+        """What the workers have read was in the memory that was exposed, all the time."""
+        for exposed in (*self._exposed, *self._watched):
+            if not exposed.in_place:
+                raise ManifestMismatch(
+                    "A tensor was freed or resized while the workers were reading it",
+                    where=exposed.title,
+                    expected="memory that stays until push returns",
+                    got="other memory, or none",
+                    cure="let push return before memory is freed or resized; nothing was committed",
+                )
+        for exposed in (*self._exposed, *self._watched):
+            if writes_to(exposed.buffer) != exposed.writes:
+                raise ManifestMismatch(
+                    "A tensor was written to while the workers were reading it",
+                    where=exposed.title,
+                    expected="values that stay until push returns",
+                    got="a change in place",
+                    cure="let push return before the next training step; nothing was committed",
+                )
+
+    def _progress(self) -> None:
+        with self._lock:
+            if self._transport is not None:
+                self._transport.progress()
+
+    def _reported(self, number: int) -> int:
+        with self._lock:
+            return len(self._transport.readers(number)) if self._transport else 0
+
+    def _signal(self, signal: int, number: int) -> None:
+        """Readers look at this word; what it speaks of has been written before."""
+        assert self._signals is not None
+        self._synchronize()
+        self._signals[signal] = number
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        assert self._signals is not None
+        if self._signals.is_cuda:
+            torch.cuda.synchronize(self._signals.device)
+
+    def _handle(self) -> Handle:
+        with self._lock:
+            if self._transport is None:
+                raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
+            body = self._transport.expose(self._region, self._generation)
+        return Handle.wrap(f"trainer-{self._session[:12]}", self._generation, body)
+
+
+class _Nothing:
+    """A sender where everything is read in place, or empty."""
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.numel():
+            return
+        raise ManifestMismatch(
+            f"Tensor {name!r} is read where it is",
+            where="send",
+            expected="nothing to be sent",
+            got=name,
+            cure="use push",
+        )
+
+    def end(self) -> None:
+        """There is nothing to do."""
+
+
+def _require_one_of(name: str, value: Any, values: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in values:
+        raise InvalidInfo(
+            f"The option {name} has no such value",
+            where=name,
+            expected=" or ".join(map(repr, values)),
+            got=shown(value),
+            cure="leave it out for the default",
+        )
+
+
+def _require_bucket(value: Any) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole and 0 < value < 1 << 40 and value % BLOCK == 0):
+        raise InvalidInfo(
+            "This cannot be the size of a bucket",
+            where="bucket_nbytes",
+            expected=f"a multiple of {BLOCK}, more than 0",
+            got=shown(value),
+            cure="leave it out for the default",
+        )
