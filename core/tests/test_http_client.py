@@ -9,10 +9,12 @@ import ssl
 import subprocess
 import threading
 import traceback
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from vllm_wt import registry
 from vllm_wt.clients.http import HttpClient, Timeouts
 from vllm_wt.clients.http import client as client_module
 from vllm_wt.clients.http.guard import Guard
@@ -224,6 +226,187 @@ def test_gets(server, client):
         ("GET", "/weight_info", b""),
     ]
     assert "Authorization" not in server.requests[0][3]
+
+
+def test_pause_and_resume(server, client):
+    server.say({"status": "paused"})
+    server.say({"is_paused": True})
+    server.say({"status": "resumed"})
+    server.say({"is_paused": False})
+    assert client.pause() is None
+    assert client.is_paused() is True
+    assert client.resume() is None
+    assert client.is_paused() is False
+    assert [(method, path, body) for method, path, body, _ in server.requests] == [
+        ("POST", "/pause?mode=keep", b"{}"),
+        ("GET", "/is_paused", b""),
+        ("POST", "/resume", b"{}"),
+        ("GET", "/is_paused", b""),
+    ]
+
+
+SWITCHES = {"pause": "/pause?mode=keep", "resume": "/resume"}
+every_switch = pytest.mark.parametrize("name", SWITCHES)
+
+
+@pytest.mark.parametrize("status", [404, 405])
+@every_switch
+def test_server_that_cannot_be_paused(server, client, name, status):
+    server.say({"detail": "Because"}, status)
+    with pytest.raises(UnsupportedVllm, match="cannot be paused") as caught:
+        getattr(client, name)()
+    error = caught.value
+    assert error.where == f"POST {server.url}{SWITCHES[name]}"
+    assert (error.expected, error.got) == ("HTTP 200", f"HTTP {status}")
+    assert "VLLM_SERVER_DEV_MODE=1" in error.cure
+    server.say({"detail": "Because"}, status)
+    assert client.is_paused() is None
+
+
+@every_switch
+def test_pause_that_fails(server, client, name):
+    server.say({"error": "Failed to pause generation: boom"}, 500)
+    with pytest.raises(EngineError, match="boom"):
+        getattr(client, name)()
+    server.say({"status": "error"})
+    with pytest.raises(CorruptTransfer, match="an error as a success"):
+        getattr(client, name)()
+    server.say(OK)
+    with pytest.raises(CorruptTransfer, match="none of vLLM's"):
+        getattr(client, name)()
+    server.say({"status": 1})
+    with pytest.raises(CorruptTransfer, match="none of vLLM's"):
+        getattr(client, name)()
+    assert len(server.requests) == 4  # none is sent twice
+
+
+@every_switch
+def test_pause_that_is_not_answered(raw, name):
+    limits = Timeouts(pause_s=0.05)
+    with HttpClient(raw(say(b"")), timeouts=limits) as client, pytest.raises(PeerDead):
+        getattr(client, name)()
+    done = threading.Event()
+    url = raw(lambda connection: done.wait(LIMIT_S))
+    with HttpClient(url, timeouts=limits) as client:
+        with pytest.raises(Timeout) as caught:
+            getattr(client, name)()
+        done.set()
+    assert caught.value.got == "no answer; the call may still have its effect"
+    assert "raise pause_s" in caught.value.cure
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_is_paused_of_another_type(server, client, value):
+    server.say({"is_paused": value})
+    with pytest.raises(CorruptTransfer, match="none of vLLM's"):
+        client.is_paused()
+
+
+OURS = {"vllm_config": {"weight_transfer_config": {"backend": "wt_memory"}}}
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """One backend, whatever else this environment has."""
+    monkeypatch.setattr(
+        registry, "default", lambda: types.SimpleNamespace(backends={"memory": None})
+    )
+
+
+@pytest.mark.usefixtures("backend")
+def test_reports(server, client):
+    told = [{"rank": 0, "why": "asked for"}, {"rank": 1, "error": None}]
+    server.say(OURS)
+    server.say({"results": told})
+    assert client.reports() == told
+    (_, asked, _, _), (method, path, body, headers) = server.requests
+    assert asked == "/server_info?config_format=json"
+    assert (method, path, json.loads(body)) == (
+        "POST",
+        "/collective_rpc",
+        {"method": "vllm_wt_report"},
+    )
+    assert headers["Content-Type"] == "application/json"
+    server.say(OURS)
+    server.say({"results": [None, None]})
+    assert client.reports() is None
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    ("info", "status"),
+    [
+        ({"detail": "Not Found"}, 404),
+        ({"vllm_config": "text"}, 200),
+        ({"vllm_config": {"weight_transfer_config": None}}, 200),
+        ({"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}}, 200),
+        ({"vllm_config": {"weight_transfer_config": {"backend": "other"}}}, 200),
+    ],
+    ids=["not in dev mode", "silent", "not configured", "vLLM's own", "another's"],
+)
+def test_workers_that_may_lack_the_method_are_not_asked(server, client, info, status):
+    server.say(info, status)
+    assert client.reports() is None
+    assert [path for _, path, _, _ in server.requests] == ["/server_info?config_format=json"]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("status", [404, 405])
+def test_server_without_the_route_tells_no_reports(server, client, status):
+    server.say(OURS)
+    server.say({"detail": "Because"}, status)
+    assert client.reports() is None
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    ("body", "status", "cls", "words"),
+    [
+        ({"error": {"message": "boom"}}, 500, EngineError, "boom"),
+        ({"error": to_text(TORN)}, 500, TornModel, "in two lines"),
+        ({"error": "boom"}, 200, CorruptTransfer, "an error as a success"),
+        (b"", 200, CorruptTransfer, "a JSON object"),
+        ([{"rank": 0}], 200, CorruptTransfer, "a JSON object"),
+        ({"result": []}, 200, CorruptTransfer, "an object with 'results'"),
+        ({"results": None}, 200, CorruptTransfer, r'{"results": \[...\]}'),
+        ({"results": {"rank": 0}}, 200, CorruptTransfer, "a list of objects"),
+        ({"results": "[]"}, 200, CorruptTransfer, "a list of objects"),
+        ({"results": [{"rank": 0}, f"{SECRET}"]}, 200, CorruptTransfer, "an object. Got: str"),
+        ({"results": [{}, None]}, 200, CorruptTransfer, "an object. Got: NoneType"),
+        ({"results": [[]]}, 200, CorruptTransfer, "an object. Got: list"),
+        ({"results": [None] * ((1 << 14) + 1)}, 200, CorruptTransfer, "a list of 16385"),
+    ],
+)
+def test_reports_of_another_form(server, body, status, cls, words):
+    server.say(OURS)
+    server.say(body, status)
+    with HttpClient(server.url, token=SECRET) as client, pytest.raises(cls, match=words) as caught:
+        client.reports()
+    assert caught.value.cure
+    assert SECRET not in text_of(caught.value)
+    assert len(server.requests) == 2  # it is not asked again
+
+
+@pytest.mark.usefixtures("backend")
+def test_reports_that_are_too_long(server, client, monkeypatch):
+    monkeypatch.setattr(client_module, "_MAX_BODY", 1000)
+    server.say(OURS)
+    server.say({"results": [{"why": "y" * (1 << 22)}]})
+    with pytest.raises(CorruptTransfer, match="more than 1000 bytes"):
+        client.reports()
+
+
+@pytest.mark.usefixtures("backend")
+def test_workers_that_do_not_answer(raw):
+    done = threading.Event()
+    info = say(whole(json.dumps(OURS).encode()))
+    url = raw(info, lambda connection: done.wait(LIMIT_S))
+    with HttpClient(url, timeouts=Timeouts(query_s=0.5)) as client:
+        with pytest.raises(Timeout) as caught:
+            client.reports()
+        done.set()
+    assert caught.value.where == f"POST {url}/collective_rpc"
+    assert "raise query_s" in caught.value.cure
 
 
 def test_server_that_closes_after_each_answer_is_no_matter(raw):

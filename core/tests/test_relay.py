@@ -26,6 +26,7 @@ from vllm_wt.errors import (
     Superseded,
     Timeout,
     TornModel,
+    UnsupportedVllm,
 )
 
 SCRIPT = Path(__file__).parent / "support" / "relay_process.py"
@@ -139,6 +140,18 @@ def test_engine_methods_reach_the_engine(path):
         def configured_backend(self):
             return "rdma"
 
+        def pause(self):
+            calls.append(("pause",))
+
+        def resume(self):
+            calls.append(("resume",))
+
+        def is_paused(self):
+            return True
+
+        def reports(self):
+            return [{"rank": 0}]
+
         def generate(self):
             raise AssertionError("not for a trainer")
 
@@ -153,6 +166,10 @@ def test_engine_methods_reach_the_engine(path):
     client.finish_weight_update()
     assert client.world_size() == 2
     assert client.weight_version() == "v7"
+    client.pause()
+    client.resume()
+    assert client.is_paused() is True
+    assert client.reports() == [{"rank": 0}]
     client.close()
     server.close()
     assert calls == [
@@ -161,6 +178,8 @@ def test_engine_methods_reach_the_engine(path):
         ("update", {"b": 2}),
         ("finish", "v7"),
         ("finish", None),
+        ("pause",),
+        ("resume",),
     ]
 
 
@@ -178,6 +197,34 @@ class FourMethods:
 
 def test_engine_with_the_four_methods_only():
     assert tuple(engine_methods(FourMethods())) == ENGINE_METHODS[:4]
+
+
+@pytest.mark.parametrize("method", ["pause", "resume"])
+def test_engine_that_cannot_be_paused(path, method):
+    server = RelayServer(path, engine_methods(FourMethods()))
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    assert client.is_paused() is None
+    with pytest.raises(UnsupportedVllm, match="cannot be paused") as caught:
+        getattr(client, method)()
+    assert caught.value.where == method
+    assert "AsyncLocalClient" in caught.value.cure
+    client.close()
+    server.close()
+
+
+def test_a_pause_that_is_refused_is_passed_on(path):
+    def refuse():
+        raise InvalidInfo("odd", where="mode", got="keep")
+
+    server = RelayServer(path, {"pause": refuse, "is_paused": lambda: 1})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    with pytest.raises(InvalidInfo, match="odd"):
+        client.pause()
+    with pytest.raises(CorruptTransfer, match="whether it is paused") as caught:
+        client.is_paused()
+    assert (caught.value.where, caught.value.got) == ("is_paused", "1")
+    client.close()
+    server.close()
 
 
 def test_a_bare_llm_is_no_client():
@@ -234,7 +281,41 @@ def test_texts_are_checked(path, method, answer, error):
     server.close()
 
 
-@pytest.mark.parametrize("method", ["world_size", "weight_version", "configured_backend"])
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (7, "int"),
+        ("text", "str"),
+        ({"rank": 0}, "dict"),
+        ([{}, "text"], "str"),
+        ([{}, None], "NoneType"),
+        ([[]], "list"),
+    ],
+)
+def test_reports_are_checked(path, answer, got):
+    server = RelayServer(path, {"reports": lambda: answer})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    with pytest.raises(CorruptTransfer, match="report of itself") as caught:
+        client.reports()
+    assert caught.value.got == got
+    assert caught.value.where.startswith("reports")
+    assert caught.value.cure
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("answer", [None, [None, None]])
+def test_workers_that_tell_nothing(path, answer):
+    server = RelayServer(path, {"reports": lambda: answer})
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    assert client.reports() is None
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "method", ["world_size", "weight_version", "configured_backend", "reports"]
+)
 def test_what_the_served_client_need_not_have(path, method):
     def odd():
         raise InvalidInfo("odd", where="elsewhere")

@@ -200,15 +200,15 @@ def test_an_llm_that_dies_during_a_call_is_a_dead_peer():
 
 
 class _Client(AsyncLocalClient):
-    """Finishes a round only when requests have gone on during it."""
+    """Pauses for the commit only when requests have gone on during the transfer."""
 
     def __init__(self, engine, loop):
         super().__init__(engine, loop)
         self.streamed = threading.Event()
 
-    def finish_weight_update(self, weight_version=None):
+    def pause(self):
         assert self.streamed.wait(60), "nothing was generated during the push"
-        super().finish_weight_update(weight_version)
+        super().pause()
 
 
 @asynccontextmanager

@@ -101,7 +101,7 @@ def test_B02_after_a_failure_it_generates_and_a_full_round_lands(engine, trainer
     trainer.randomize()
     for phase, error_cls, said in [
         ("open", TransportError, "injected into _open"),
-        ("receive", TransportError, "injected into _read"),
+        ("receive", TransportError, "injected into make"),
         ("seal", CorruptTransfer, "The update is not complete"),
     ]:
         engine.fail_once(phase, engine.tp - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ class Link:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.cut_before: Call | None = None
         self.cut_after: Call | None = None
+        self.instead: dict[Call, Callable[[], None]] = {}
         self.calls: list[Call] = []
 
     def run(self) -> None:
@@ -42,6 +43,9 @@ class Link:
         request = _whole_request(client)
         call = _call_of(request)
         self.calls.append(call)
+        if call in self.instead:
+            self.instead.pop(call)()
+            return
         if call == self.cut_before:
             self.cut_before = None
             return

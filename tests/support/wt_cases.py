@@ -28,7 +28,7 @@ class Weights:
     def rehearse(self, manifest: Manifest) -> LoadPlan:
         return LoadPlan.of_whole(manifest, "no model")
 
-    def use(self, plan: LoadPlan) -> None:
+    def use(self, plan: LoadPlan, batches: Any = None) -> None:
         return None
 
     def check(self, weights):

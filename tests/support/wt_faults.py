@@ -49,15 +49,46 @@ class FaultExtension:
         engine = self.weight_transfer_engine.round._engine
         return {
             "rss": psutil.Process().memory_info().rss,
-            "arena": engine._arena.data_ptr(),
-            "transport": id(engine._connection.transport),
+            "arena": engine._arena._buffer.data_ptr(),
+            "transport": id(engine._reading._transport),
             "threads": threading.active_count(),
         }
 
     def wt_bytes_read(self) -> int:
         """What this rank reads of the trainer's memory in a round."""
-        nbytes: int = self.weight_transfer_engine.round._engine._wanted.nbytes
+        nbytes: int = self.weight_transfer_engine.round._engine._itinerary.nbytes
         return nbytes
+
+    def wt_staging(self) -> dict[str, Any]:
+        """Where this rank receives, in how many batches, and into how much memory."""
+        engine = self.weight_transfer_engine.round._engine
+        return {
+            "staging": engine.staging.staging,
+            "why": engine.staging.why,
+            "batches": [len(batch.names) for batch in engine._itinerary.batches],
+            "arena": engine.arena_nbytes,
+        }
+
+    def wt_streamed_nbytes(self, nbytes: int) -> None:
+        """How much is received at a time where an update is streamed."""
+        from vllm_wt.pull import worker
+
+        worker.STREAMED_NBYTES = nbytes  # type: ignore[misc]
+
+    def wt_fail_batch_once(self, number: int, rank: int) -> None:
+        """One batch of the next streamed update is not loaded."""
+        if self.rank != rank:
+            return
+        loader = self.weight_transfer_engine.round._loader
+        original = loader.apply_batch
+
+        def failing(which: int, weights: Any) -> None:
+            if which == number:
+                loader.apply_batch = original
+                raise RuntimeError("injected into a batch")
+            original(which, weights)
+
+        loader.apply_batch = failing
 
     def wt_resources(self) -> dict[str, int]:
         """Number of the process, resident bytes, threads, file descriptors."""
@@ -78,17 +109,18 @@ class FaultExtension:
 
     def wt_hold_read(self) -> None:
         """The next read waits, chunk after chunk, until it is let go."""
-        engine = self.weight_transfer_engine.round._engine
-        original = engine._read
+        from vllm_wt.pull.reading import Reading
+
+        original = Reading.make
         self._let_go = threading.Event()
 
-        def held(deadline: Any) -> None:
-            engine._read = original
+        def held(reading: Any, read: Any, deadline: Any) -> None:
+            Reading.make = original
             while not self._let_go.wait(0.01):
                 deadline.check("held by the test")
-            original(deadline)
+            original(reading, read, deadline)
 
-        engine._read = held
+        Reading.make = held
 
     def wt_let_go(self) -> None:
         self._let_go.set()
@@ -101,7 +133,9 @@ class FaultExtension:
         if phase == "open":
             _raise_once(round_, "_open")
         elif phase == "receive":
-            _raise_once(round_._engine, "_read")
+            from vllm_wt.pull.reading import Reading
+
+            _raise_once(Reading, "make")
         elif phase == "seal":
             _drop_one_tensor_once(round_)
         elif phase == "apply":

@@ -34,10 +34,26 @@ class Trainer:
         self._sync: WeightSync | None = None
         self.done = threading.Event()
 
-    def connect(self, deadline_s: float = 60.0, url: str | None = None) -> None:
-        engine = url or RelayClient(self._folder / "engine.sock")
+    def connect(
+        self,
+        deadline_s: float = 60.0,
+        url: str | None = None,
+        options: dict[str, Any] | None = None,
+        idle: bool = False,
+    ) -> None:
+        """Connect to the engine behind the relay, or at ``url``.
+
+        Args:
+            deadline_s: Of `WeightSync.connect`.
+            url: Of a server.
+            options: Of the backend.
+            idle: The engine runs no forward pass within a push: its test sees to that.
+        """
+        engine: Any = url or RelayClient(self._folder / "engine.sock")
+        if idle:
+            engine.idle_between_calls = True
         self._sync = WeightSync.connect(
-            engine, backend="rdma", source=self._model, deadline_s=deadline_s
+            engine, backend="rdma", source=self._model, deadline_s=deadline_s, **(options or {})
         )
 
     def randomize(self, seed: int, save: bool = True) -> str:

@@ -8,11 +8,12 @@ import numbers
 import operator
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from typing_extensions import Self
 
 from vllm_wt import registry
@@ -21,11 +22,15 @@ from vllm_wt.clients import as_clients
 from vllm_wt.clients.http import HttpClient
 from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
-from vllm_wt.delivery import EngineLink, Stages, reading
+from vllm_wt.delivery import Delivery
 from vllm_wt.engine import TrainerWeightTransferEngine
-from vllm_wt.errors import InvalidInfo, WeightTransferError, WrongOrder
+from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder
+from vllm_wt.link import EngineLink, Stages
 from vllm_wt.manifest import Manifest
-from vllm_wt.source import as_source
+from vllm_wt.reports import WorkerReport
+from vllm_wt.serving import reading
+from vllm_wt.source import Announced, as_source
+from vllm_wt.sources.announced import handed_over
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ class PushResult:
         version: Version that every engine has now.
         nbytes: Payload bytes of a full update.
         tensors: Number of tensors.
-        gather_s: Seconds until the source's values were readable.
+        gather_s: Seconds until what is there in full was readable.
         total_s: Seconds of the whole push.
         engines: Stage times, by engine name.
     """
@@ -60,19 +65,44 @@ class EngineStatus:
         version: What it has committed last in this session, None for nothing or not known.
         torn: It mixes weights of two versions and must not generate before a full push.
         error: Why it could not be asked; the rest is what was known before.
+        paused: It is paused. One that a push has left so, since it is torn, or could not be asked, or
+            did not resume, goes on after the next push that succeeds; one that somebody else has
+            paused is theirs to resume.
+        workers: What each of its workers says of itself, by rank: its version, where it receives and
+            why, how much memory that takes. Empty where that is not told.
     """
 
     name: str
     version: int | None
     torn: bool
     error: str | None = None
+    paused: bool = False
+    workers: tuple[WorkerReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One that has begun, and when."""
+
+    version: int
+    delivery: Delivery
+    began: float
 
 
 class WeightSync:
-    """Pushes a source's weights into connected engines, version by version.
+    """Puts weights into connected engines, version by version.
 
-    Use :meth:`connect`. Every method raises errors of `vllm_wt.errors` only. One call at a time: one
-    that is made while another runs is refused.
+    Use :meth:`connect`. :meth:`push` sends what the source has. A trainer that makes its tensors
+    itself, some at a time, connects with an `Announced` source and hands them over::
+
+        sync.begin(version)
+        for chunk in chunks:
+            sync.send(chunk)
+        sync.end()
+
+    Every method raises errors of `vllm_wt.errors` only. One call at a time: one that is made while
+    another runs is refused, and between :meth:`begin` and :meth:`end` all but :meth:`send`,
+    :meth:`abort` and :meth:`close` are.
     """
 
     def __init__(
@@ -81,12 +111,16 @@ class WeightSync:
         manifest: Manifest,
         links: list[EngineLink],
         owned: Sequence[HttpClient],
+        *,
+        announces: bool = False,
     ) -> None:
         self._trainer = trainer
+        self._announces = announces
         self._manifest = manifest
         self._links = links
         self._owned = owned
         self._closed = False
+        self._round: _Round | None = None
         self._busy = threading.Lock()
 
     @classmethod
@@ -106,9 +140,9 @@ class WeightSync:
                 sequence of them.
             backend: Name of an installed backend; the engines must run with the same.
             source: A module, plain or sharded by FSDP2, a mapping of names to tensors, a list of
-                pairs, a `SafetensorsSource`, or a ``WeightSource`` of vLLM's; see `as_source`.
-                Where making it is a collective, the other ranks walk it once for each `connect` and
-                each `push`: ``for _ in as_source(model): pass``.
+                pairs, a `SafetensorsSource`, or a ``WeightSource`` of vLLM's; see `as_source`. Where
+                making its tensors is a collective, the other ranks call `vllm_wt.source.take_part`
+                once for each `push`; nothing is made here. Or an `Announced`, for :meth:`begin`.
             deadline_s: Seconds for the whole of it.
             options: Options of the backend.
 
@@ -138,52 +172,177 @@ class WeightSync:
             trainer.shutdown()
             _close_all(owned)
             raise
-        return cls(trainer, manifest, links, owned)
+        announces = isinstance(weights, Announced)
+        return cls(trainer, manifest, links, owned, announces=announces)
 
-    def push(self, version: int, *, deadline_s: float = ROUND_S) -> PushResult:
+    def push(
+        self, version: int, *, overlap: bool = True, deadline_s: float = ROUND_S
+    ) -> PushResult:
         """Put the source's current weights into every engine.
+
+        An engine whose client can pause it is paused for the commit: its requests are kept, and go on
+        with the new weights (vLLM's mode ``keep``, which computes their KV cache anew). One that was
+        paused before by somebody else stays so. A trainer that is killed within the pause leaves the
+        engine paused until the next one connects; where workers do not report, until it is resumed.
 
         Args:
             version: Larger than what any engine has committed in this session; 0 or more.
+            overlap: Whether engines generate while the weights are on their way; if not, each that
+                can be is paused for all of the push. An engine that loads what it receives at once,
+                since it has no memory for a second copy, is paused while it receives in any case.
             deadline_s: Seconds for the transfer. An engine that does not answer at all is given up at
                 the limits of its client, which are longer; a commit under way is waited for.
 
         Raises:
-            InvalidInfo: The version does not advance.
-            WrongOrder: The session is closed, or another call of it is running.
-            WeightTransferError: An engine could not take them. It still has its old weights, unless
-                just the answer got lost, or the commit failed in the middle: :meth:`status` tells.
+            InvalidInfo: The version does not advance, or the source only announces.
+            WrongOrder: The session is closed, another call of it is running, or a round is open.
+            NotPaused: An engine must be paused while it receives, and its client cannot do that.
+            WeightTransferError: An engine could not take them. Before the first commit that leaves
+                all engines with their old weights; a commit that fails does not keep the other
+                engines from theirs. What failed still has its old weights, unless just the answer
+                got lost, or it failed in the middle of loading: :meth:`status` tells. An engine that
+                is torn, or could not be asked, stays paused, as the error says.
         """
         version = _version(version)
         deadline = _deadline(deadline_s)
         with self._alone("push"):
-            if self._closed:
-                raise WrongOrder("push after close", where="push", cure="connect again")
+            self._require_next("push")
+            if self._announces:
+                raise InvalidInfo(
+                    "The session's source only announces what will be sent",
+                    where="push",
+                    expected="a source with values",
+                    got="an Announced",
+                    cure="hand the tensors over with begin, send and end; or connect with the module "
+                    "or the state dict itself",
+                )
             self._require_advance(version)
-            tell("vllm_wt_round_started", version=version)
-            try:
-                result = self._push(version, deadline)
-            except WeightTransferError as error:
-                tell("vllm_wt_round_failed", version=version, error=error)
-                raise
-            tell("vllm_wt_round_finished", stats=result)
-        return result
+            current = self._new(version, deadline, overlap)
+            with self._step(current):
+                current.delivery.begin()
+                current.delivery.send()
+                return self._end(current)
 
-    def _push(self, version: int, deadline: Deadline) -> PushResult:
+    def begin(self, version: int, *, overlap: bool = True, deadline_s: float = ROUND_S) -> None:
+        """Begin a round whose tensors are handed over with :meth:`send`.
+
+        Nothing is committed before :meth:`end`. A ``vllm.LLM`` of this process is not to be used before
+        that: short of memory, it loads what it receives at once. After an error of this, of `send` or
+        of `end` the round is given up: every engine has its old weights, as after a `push` that
+        failed, and the next round may begin.
+
+        Args:
+            version: As of :meth:`push`.
+            overlap: As of :meth:`push`; if not, engines are paused from here to the end.
+            deadline_s: Seconds for the transfer, with all that the caller does until `end`.
+
+        Raises:
+            InvalidInfo: The version does not advance; the session's source is no `Announced`; or the
+                backend takes no tensors this way.
+            WrongOrder: The session is closed, or a round is open: that one goes on.
+            WeightTransferError: As of :meth:`push`.
+        """
+        version = _version(version)
+        deadline = _deadline(deadline_s)
+        with self._alone("begin"):
+            self._require_next("begin")
+            if not self._announces:
+                raise InvalidInfo(
+                    "The session's source has values of its own",
+                    where="begin",
+                    expected="an Announced",
+                    got="a source that can be walked",
+                    cure="use push; or connect with source=vllm_wt.source.Announced(...)",
+                )
+            self._require_advance(version)
+            current = self._new(version, deadline, overlap)
+            with self._step(current):
+                current.delivery.begin()
+                current.delivery.accept()
+                self._round = current
+
+    def send(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Hand over the next tensors of the round, in the manifest's order; empty ones may be left out.
+
+        They are copied: their memory is the caller's again when this returns. It waits while the
+        workers have yet to read what was sent before.
+
+        Args:
+            weights: Names and full tensors, as many as the caller has at the time.
+
+        Raises:
+            ManifestMismatch: A tensor is not the one whose turn it is, or of another form.
+            InvalidInfo: These are no tensors that could be sent.
+            Timeout: The deadline of :meth:`begin` has passed.
+            WrongOrder: No round is open.
+            WeightTransferError: As of :meth:`push`.
+        """
+        with self._alone("send"):
+            current = self._require_open("send")
+            with self._step(current):
+                current.delivery.put(handed_over(weights))
+
+    def end(self) -> PushResult:
+        """Commit the round, once every worker has all of it.
+
+        Raises:
+            ManifestMismatch: A tensor is missing.
+            WrongOrder: No round is open.
+            WeightTransferError: As of :meth:`push`.
+        """
+        with self._alone("end"):
+            current = self._require_open("end")
+            with self._step(current):
+                return self._end(current)
+
+    def abort(self) -> None:
+        """Give the open round up, if there is one; every engine keeps its old weights."""
+        with self._alone("abort"):
+            self._abort("the trainer has given it up")
+
+    def _new(self, version: int, deadline: Deadline, overlap: bool) -> _Round:
         began = time.perf_counter()
-        with reading("publish"):
-            self._trainer.publish(version, deadline)
-        gathered = time.perf_counter()
-        stages = {link.name: link.deliver(version, deadline) for link in self._links}
+        tell("vllm_wt_round_started", version=version)
+        delivery = Delivery(self._links, self._trainer, version, deadline, overlap=overlap)
+        return _Round(version, delivery, began)
+
+    @contextmanager
+    def _step(self, current: _Round) -> Iterator[None]:
+        """A step of a round; one that fails has ended it."""
+        try:
+            yield
+        except BaseException as error:
+            self._round = None
+            current.delivery.give_up(error)  # an interrupt may have come between two of its steps
+            if isinstance(error, WeightTransferError):
+                tell("vllm_wt_round_failed", version=current.version, error=error)
+            raise
+
+    def _end(self, current: _Round) -> PushResult:
+        stages = current.delivery.end()
+        self._round = None
         manifest = self._manifest  # the source's own may have changed since
-        return PushResult(
-            version=version,
+        result = PushResult(
+            version=current.version,
             nbytes=manifest.nbytes,
             tensors=len(manifest),
-            gather_s=gathered - began,
-            total_s=time.perf_counter() - began,
+            gather_s=current.delivery.published_s,
+            total_s=time.perf_counter() - current.began,
             engines=stages,
         )
+        tell("vllm_wt_round_finished", stats=result)
+        return result
+
+    def _abort(self, why: str) -> None:
+        current, self._round = self._round, None
+        if current is not None:
+            error = Aborted(
+                f"The round was not ended: {why}", cure="begin again; nothing was committed"
+            )
+            current.delivery.give_up(error)
+            tell("vllm_wt_round_failed", version=current.version, error=error)
 
     def status(self, *, deadline_s: float = INIT_S) -> list[EngineStatus]:
         """What each engine says of itself now, in the order of :meth:`connect`.
@@ -193,23 +352,64 @@ class WeightSync:
         """
         deadline = _deadline(deadline_s)
         with self._alone("status"):
+            self._require_none_open("status")
             return [self._status_of(link, deadline) for link in self._links]
 
     def close(self) -> None:
-        """Release the trainer's side; the engines keep their weights. Idempotent."""
+        """Release the trainer's side; the engines keep their weights. Idempotent.
+
+        A round that is open is given up.
+
+        An engine that a failed push has left paused stays so, unless it is known to be whole by now.
+        """
         with self._alone("close"):
+            self._abort("the session was closed")
+            if not self._closed:
+                for link in self._links:
+                    link.leave()
             self._closed = True
             self._trainer.shutdown()
             _close_all(self._owned)
 
     def _status_of(self, link: EngineLink, deadline: Deadline) -> EngineStatus:
         error = None
+        workers: tuple[WorkerReport, ...] = ()
+        paused = link.paused
         if not self._closed:
             try:
                 link.ask(deadline)
+                workers = link.reports(deadline)
+                paused = link.is_paused()
             except WeightTransferError as caught:
                 error = str(caught)
-        return EngineStatus(link.name, link.version, link.torn, error)
+        return EngineStatus(link.name, link.version, link.torn, error, paused, workers)
+
+    def _require_next(self, call: str) -> None:
+        """A round may begin."""
+        if self._closed:
+            raise WrongOrder(f"{call} after close", where=call, cure="connect again")
+        self._require_none_open(call)
+
+    def _require_none_open(self, call: str) -> None:
+        if self._round is not None:
+            raise WrongOrder(
+                f"{call} while a round is open",
+                where=call,
+                expected="send, and then end",
+                got=f"the round of version {self._round.version}, which has begun and not ended",
+                cure="end() it first, or abort() to give it up",
+            )
+
+    def _require_open(self, call: str) -> _Round:
+        if self._round is None:
+            raise WrongOrder(
+                f"{call} without a round",
+                where=call,
+                expected="begin, send, end",
+                got="a session that is closed" if self._closed else "no round that is open",
+                cure="connect again" if self._closed else "begin() one; an error has ended it",
+            )
+        return self._round
 
     def _require_advance(self, version: int) -> None:
         for link in self._links:

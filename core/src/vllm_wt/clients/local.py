@@ -20,10 +20,12 @@ from vllm_wt.errors import (
     InvalidInfo,
     PeerDead,
     Timeout,
+    UnsupportedVllm,
     WeightTransferError,
     WrongOrder,
     from_text,
 )
+from vllm_wt.reports import METHOD, can_report, report_list
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,6 +43,9 @@ _LOOK_S = 0.25
 class LocalClient:
     """A ``vllm.LLM``. Its calls block, and come back in the order they were made.
 
+    It has no pause, and needs none: an ``LLM`` generates while it is called, and takes one call at a
+    time.
+
     The four methods of a round pass on what vLLM raises, for `WeightSync` to type. Two failures are
     typed here: :class:`~vllm_wt.errors.PeerDead` when the engine has died, and
     :class:`~vllm_wt.errors.Timeout` when it does not answer.
@@ -51,6 +56,9 @@ class LocalClient:
         slack_s: Seconds that init and update may take beyond the ``deadline_s`` of their info,
             which the workers keep themselves.
     """
+
+    idle_between_calls = True
+    """See `vllm_wt.link.WeightSyncClient`."""
 
     def __init__(self, llm: LLM, *, call_s: float = _CALL_S, slack_s: float = _SLACK_S) -> None:
         self._llm = llm
@@ -90,7 +98,7 @@ class LocalClient:
             return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
 
     def configured_backend(self) -> str:
-        """See `vllm_wt.delivery.WeightSyncClient`."""
+        """See `vllm_wt.link.WeightSyncClient`."""
         with _typed("configured_backend"):
             return _backend_of(self._llm.llm_engine.vllm_config)
 
@@ -103,6 +111,18 @@ class LocalClient:
         ask = getattr(self._llm, "get_weight_version", None)
         with _typed("weight_version"):
             return None if ask is None else str(self._call("weight_version", ask, self._call_s))
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """What each worker says of itself; None where its engine is none of ours.
+
+        Raises:
+            WeightTransferError: The engine failed, typed.
+        """
+        if not can_report(self.configured_backend()):
+            return None
+        with _typed("reports"):
+            told = self._call("reports", lambda: self._llm.collective_rpc(METHOD), self._call_s)
+        return report_list(told, where="reports")
 
     def _call(self, where: str, function: Callable[[], Any], seconds: float) -> Any:
         # An engine core within this process has no process to die, and its GPU's context belongs to
@@ -192,7 +212,7 @@ class AsyncLocalClient:
             return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
 
     def configured_backend(self) -> str:
-        """See `vllm_wt.delivery.WeightSyncClient`."""
+        """See `vllm_wt.link.WeightSyncClient`."""
         with _typed("configured_backend"):
             return _backend_of(self._engine.vllm_config)
 
@@ -200,6 +220,43 @@ class AsyncLocalClient:
         """The version that vLLM itself reports; None before vLLM 0.27, which keeps none."""
         ask = getattr(self._engine, "get_weight_version", None)
         return None if ask is None else str(self._call("weight_version", ask, self._call_s))
+
+    def pause(self) -> None:
+        """Stop generating; requests in flight are kept. Harmless if it is paused already.
+
+        Raises:
+            UnsupportedVllm: This release cannot keep them.
+        """
+        pause = getattr(self._engine, "pause_generation", None)
+        if pause is None or "mode" not in inspect.signature(pause).parameters:
+            raise UnsupportedVllm(
+                "This vLLM cannot pause without losing requests",
+                where="pause",
+                expected="AsyncLLM.pause_generation(mode=...)",
+                got="none" if pause is None else f"pause_generation{inspect.signature(pause)}",
+                cure="use vLLM 0.25 or later",
+            )
+        self._call("pause", lambda: pause(mode="keep"), self._call_s)
+
+    def resume(self) -> None:
+        """Go on generating, after a :meth:`pause`; harmless without."""
+        self._call("resume", self._engine.resume_generation, self._call_s)
+
+    def is_paused(self) -> bool | None:
+        """Whether it is paused, by whomever; None where vLLM does not tell."""
+        ask = getattr(self._engine, "is_paused", None)
+        return None if ask is None else bool(self._call("is_paused", ask, self._call_s))
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """What each worker says of itself; None where its engine is none of ours.
+
+        With data parallel, vLLM gives the answers of the first replica.
+        """
+        if not can_report(self.configured_backend()):
+            return None
+        ask = self._engine.collective_rpc
+        told = self._call("reports", lambda: ask(METHOD), self._call_s)
+        return report_list(told, where="reports")
 
     def _call(
         self, where: str, function: Callable[[], Coroutine[Any, Any, Any]], seconds: float

@@ -31,10 +31,12 @@ from vllm_wt.errors import (
     InvalidInfo,
     PeerDead,
     Timeout,
+    UnsupportedVllm,
     WeightTransferError,
     from_text,
     to_text,
 )
+from vllm_wt.reports import report_list
 
 _MAX_LINE = 1 << 28
 """Bytes of one message: an init info of a very large model has some ten megabytes."""
@@ -50,8 +52,17 @@ _PATH_BYTES = 107
 """Bytes that Linux has for a socket's path, without the closing zero."""
 _CHUNK = 1 << 16
 
-ENGINE_METHODS = (*METHODS, "world_size", "weight_version", "configured_backend")
-"""What a client of an engine has; the last three are optional."""
+ENGINE_METHODS = (
+    *METHODS,
+    "world_size",
+    "weight_version",
+    "configured_backend",
+    "pause",
+    "resume",
+    "is_paused",
+    "reports",
+)
+"""What a client of an engine has; all but the first four are optional."""
 _DEFAULT_S = {"init_weight_transfer_engine": INIT_S, "update_weights": ROUND_S}
 """Seconds of the calls whose info has a deadline, if it is missing there."""
 
@@ -281,6 +292,11 @@ def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
         thread.join(deadline.remaining())
 
 
+def _lacks(error: InvalidInfo, method: str) -> bool:
+    """Whether it says that the served client has no such method."""
+    return (error.where, error.got) == ("method", method)
+
+
 class RelayClient:
     """The other end of a :class:`RelayServer`; has vLLM's four methods.
 
@@ -435,15 +451,62 @@ class RelayClient:
         return text_or_none(self._optional("weight_version"), where="weight_version")
 
     def configured_backend(self) -> str | None:
-        """See `vllm_wt.delivery.WeightSyncClient`."""
+        """See `vllm_wt.link.WeightSyncClient`."""
         return text_or_none(self._optional("configured_backend"), where="configured_backend")
+
+    def pause(self) -> None:
+        """Stop generating; requests in flight are kept. Harmless if it is paused already.
+
+        Raises:
+            UnsupportedVllm: The served client cannot.
+        """
+        self._switch("pause")
+
+    def resume(self) -> None:
+        """Go on generating, after a :meth:`pause`; harmless without.
+
+        Raises:
+            UnsupportedVllm: The served client cannot.
+        """
+        self._switch("resume")
+
+    def is_paused(self) -> bool | None:
+        """Whether it is paused, by whomever; None where the served client does not tell."""
+        paused = self._optional("is_paused")
+        if paused is not None and not isinstance(paused, bool):
+            raise CorruptTransfer(
+                "The engine did not say whether it is paused",
+                where="is_paused",
+                expected="true, false or null",
+                got=repr(paused)[:200],
+                cure="check that the socket is that of a RelayServer of a vLLM engine",
+            )
+        return paused
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """What each worker says of itself; None where the served client does not tell."""
+        return report_list(self._optional("reports"), where="reports")
+
+    def _switch(self, method: str) -> None:
+        try:
+            self.call(method)
+        except InvalidInfo as error:
+            if not _lacks(error, method):
+                raise
+            raise UnsupportedVllm(
+                "The engine cannot be paused",
+                where=method,
+                expected="a served client with pause and resume",
+                got="one without",
+                cure="serve an AsyncLocalClient, or another client that has them",
+            ) from error
 
     def _optional(self, method: str) -> Any:
         try:
             return self.call(method)
         except InvalidInfo as error:
-            if (error.where, error.got) == ("method", method):
-                return None  # the served client has none
+            if _lacks(error, method):
+                return None
             raise
 
     def close(self) -> None:

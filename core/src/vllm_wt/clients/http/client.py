@@ -21,7 +21,8 @@ from vllm_wt.clients.http.reply import Reply, answer, not_vllm
 from vllm_wt.clients.http.secrets import Secrets
 from vllm_wt.clients.limits import call_limit_s, require_seconds, text_or_none, worker_count
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
-from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, WrongOrder
+from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, UnsupportedVllm, WrongOrder
+from vllm_wt.reports import METHOD, can_report, report_list
 
 _MAX_BODY = 1 << 23
 """Bytes of a reply: an answer has some tens, and an error may quote the request."""
@@ -29,6 +30,8 @@ _RETRY_WAITS_S = (0.1, 0.2, 0.4)
 """Seconds between the tries of a GET."""
 _PASSING = (502, 503, 504)
 """Statuses of a proxy whose server is not up."""
+_NO_SUCH_CALL = (404, 405)
+"""Statuses where there is no such route, or none for this method."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,12 @@ class Timeouts:
 
     Args:
         connect_s: Until the server has accepted a connection, for each of its addresses.
-        query_s: A question (``world_size``, ``weight_version``), all its tries together.
+        query_s: A question (``world_size``, ``is_paused``, ``reports``), all its tries together.
         init_slack_s: What init may take beyond the ``deadline_s`` in its info.
         start_s: The call that opens a round.
         update_slack_s: What an update may take beyond the ``deadline_s`` in its info.
         finish_s: The call that commits a round.
+        pause_s: Pausing, and resuming; the step in progress is waited for.
 
     Raises:
         InvalidInfo: One of them is not a number of seconds above 0.
@@ -53,6 +57,7 @@ class Timeouts:
     start_s: float = 60.0
     update_slack_s: float = 60.0
     finish_s: float = ROUND_S
+    pause_s: float = 60.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,9 +74,9 @@ class HttpClient:
     after 5 s), and a POST that met that could not be sent again. So the client also stays usable
     after any error, and after an interrupt. The environment is ignored (httpx's
     ``trust_env=False``): no proxy and no netrc comes between trainer and engine. Redirects are not
-    followed. Only the GETs (:meth:`world_size`, :meth:`weight_version`) are tried again, up to
-    four times in their time limit, when no answer came or a proxy said 502 to 504; a POST is never
-    sent twice. The look-up of a host name is bounded by the system's resolver only.
+    followed. Only the GETs (:meth:`world_size`, :meth:`weight_version`, :meth:`is_paused`) are tried
+    again, up to four times in their time limit, when no answer came or a proxy said 502 to 504; a
+    POST is never sent twice. The look-up of a host name is bounded by the system's resolver only.
 
     Args:
         url: Of the server: http or https, with the path that a proxy may have put before the
@@ -190,7 +195,7 @@ class HttpClient:
         return text_or_none(said, where=reply.where)
 
     def configured_backend(self) -> str | None:
-        """See `vllm_wt.delivery.WeightSyncClient`; None where the server does not tell."""
+        """See `vllm_wt.link.WeightSyncClient`; None where the server does not tell."""
         reply = self._get("/server_info?config_format=json")
         if reply.status != 200:
             return None
@@ -200,6 +205,46 @@ class HttpClient:
             case {"weight_transfer_config": None}:
                 return ""
         return None
+
+    def pause(self) -> None:
+        """Stop generating; requests in flight are kept. Harmless if it is paused already.
+
+        Raises:
+            UnsupportedVllm: The server cannot.
+        """
+        # keep, or vLLM would abort them; since 0.32 any other spelling is ignored, without a word.
+        self._switch("/pause?mode=keep")
+
+    def resume(self) -> None:
+        """Go on generating, after a :meth:`pause`; harmless without."""
+        self._switch("/resume")
+
+    def is_paused(self) -> bool | None:
+        """Whether it is paused, by whomever; None where the server does not tell."""
+        reply = self._get("/is_paused")
+        if reply.status in _NO_SUCH_CALL:
+            return None
+        paused = answer(reply, "is_paused", self._secrets)["is_paused"]
+        if not isinstance(paused, bool):
+            raise not_vllm(reply.where, '{"is_paused": true or false}', repr(paused)[:200])
+        return paused
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """What each worker says of itself; None where the server does not tell, nor whose it is.
+
+        With data parallel, vLLM gives the answers of the first replica.
+        """
+        if not can_report(self.configured_backend()):
+            return None
+        body = json.dumps({"method": METHOD}).encode()
+        limit = Deadline(self._timeouts.query_s)
+        reply = self._exchange("POST", "/collective_rpc", body, limit, "query_s")
+        if reply.status in _NO_SUCH_CALL:
+            return None
+        told = answer(reply, "results", self._secrets)["results"]
+        if told is None:
+            raise not_vllm(reply.where, '{"results": [...]}', "null")
+        return report_list(told, where=reply.where)
 
     # -- one call --------------------------------------------------------------------------------
 
@@ -218,6 +263,21 @@ class HttpClient:
         # All releases have one; another service's 200 must not pass for a delivery.
         if not isinstance(message, str):
             raise not_vllm(where, '{"message": text}', repr(message)[:200])
+
+    def _switch(self, route: str) -> None:
+        reply = self._exchange("POST", route, b"{}", Deadline(self._timeouts.pause_s), "pause_s")
+        if reply.status in _NO_SUCH_CALL:
+            raise UnsupportedVllm(
+                "The server cannot be paused",
+                where=reply.where,
+                expected="HTTP 200",
+                got=f"HTTP {reply.status}",
+                cure="let the proxy before it pass /pause and /resume, and start a vLLM server with "
+                "VLLM_SERVER_DEV_MODE=1",
+            )
+        status = answer(reply, "status", self._secrets)["status"]
+        if not isinstance(status, str):
+            raise not_vllm(reply.where, '{"status": text}', repr(status)[:200])
 
     def _get(self, route: str) -> Reply:
         deadline = Deadline(self._timeouts.query_s)

@@ -1,0 +1,452 @@
+"""One engine, from the trainer's side: its calls, and what is known of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+from vllm_wt.bridge.register import names_in_vllm
+from vllm_wt.deadline import Deadline
+from vllm_wt.engine import TrainerWeightTransferEngine
+from vllm_wt.errors import (
+    Aborted,
+    EngineError,
+    InvalidInfo,
+    NotPaused,
+    PeerDead,
+    Superseded,
+    Timeout,
+    TornModel,
+    UnsupportedVllm,
+    WeightTransferError,
+    WrongOrder,
+    from_text,
+)
+from vllm_wt.info import Op, UpdateInfo, seconds_left
+from vllm_wt.reports import WorkerReport, decoded
+from vllm_wt.serving import reading, serving
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSyncClient(Protocol):
+    """vLLM's four methods; anything that has them is an engine to us (vLLM's own Protocol, 0.27+).
+
+    Optional, and asked where they are there:
+
+    - ``world_size() -> int | None``: workers that receive weights; None if it can't be told.
+    - ``weight_version() -> str | None``: the version that vLLM itself reports.
+    - ``configured_backend() -> str | None``: the name that ``WeightTransferConfig`` was given, empty
+      where the engine was started without, None if it can't be told.
+    - ``pause() -> None`` and ``resume() -> None``: stop generating, keeping the requests in flight,
+      and go on with them; both harm nothing when called twice. They raise ``UnsupportedVllm`` where
+      the engine cannot. Without them it is not paused.
+    - ``is_paused() -> bool | None``: None if it can't be told.
+    - ``reports() -> list[dict[str, Any]] | None``: what each worker says of itself, by rank, as
+      `vllm_wt.reports.WorkerReport` decodes it; None where it can't be asked. Of an engine with
+      data parallel, the workers of one replica may be all that answer.
+    - ``idle_between_calls``: True if no forward pass can run while the caller is inside ``push``.
+    - ``address``: a text that names the engine in errors.
+    """
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds that the stages of one round took on one engine.
+
+    Args:
+        start: The call that opens the round.
+        wire: From the first byte asked for until every worker had all of them. What is counted are
+            the workers of all engines: with several, it ends for each when all have.
+        verify: Until every rank of this engine had agreed that it has.
+        load: The commit. An engine that is not paused cannot generate during this alone.
+        confirm: The workers' word that they hold this version.
+        stop: Pausing it; 0 without a pause.
+        resume: Letting it go on; 0 without a pause.
+    """
+
+    start: float
+    wire: float
+    verify: float
+    load: float
+    confirm: float
+    stop: float = 0.0
+    resume: float = 0.0
+
+
+class EngineLink:
+    """One engine and what its workers have been told.
+
+    Args:
+        client: How to call the engine.
+        trainer: The trainer's side of the backend.
+        name: Names the engine in errors.
+    """
+
+    def __init__(
+        self, client: WeightSyncClient, trainer: TrainerWeightTransferEngine, name: str
+    ) -> None:
+        self.client = client
+        self.name = name
+        self.torn = False
+        self.paused = False
+        """Whether this session has paused it and not let it go on since."""
+        self.streams = False
+        """Whether it has said that it loads while it receives, and so must be paused before."""
+        self.whole: bool | None = None
+        """Whether its weights are those of one version; None if that is not known."""
+        address = getattr(client, "address", None)
+        self.title = f"{name} ({address})" if address else name
+        self._trainer = trainer
+        self._known = self._told = -1
+        self.workers: int | None = None
+        self._held: UpdateInfo | None = None
+        self._attempted: UpdateInfo | None = None
+        self._answers = True
+        self._replaced = False
+        self._pauses = all(callable(getattr(client, call, None)) for call in ("pause", "resume"))
+        self._open = False
+        self._others = False
+        """Whether somebody else had paused it when it was last looked at."""
+        self.begin()
+
+    def begin(self) -> None:
+        """A new round, of which nothing has happened yet."""
+        self._idle = getattr(self.client, "idle_between_calls", False) is True
+        self._seconds = dict.fromkeys((field.name for field in fields(Stages)), 0.0)
+        self._asked = 0.0
+
+    @property
+    def version(self) -> int | None:
+        """What the engine has committed of this session, as far as is known."""
+        return self._held.version if self._held is not None and self._held.ticket else None
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(**self._seconds)
+
+    # -- the steps of a round ----------------------------------------------------------------------
+
+    def connect(self, deadline: Deadline) -> None:
+        """Connect the engine's workers to the trainer; a round that another left open is given up.
+
+        If that one had paused the engine for it, the engine goes on, unless it is torn.
+        """
+        self._require_backend()
+        with suppress(WeightTransferError):
+            self.paused = self._left_paused(deadline)
+        with serving(self._trainer) as serves, serves.blamed():
+            with reading("connect"):
+                info = self._trainer.describe(deadline)
+            self._call("init_weight_transfer_engine", info.to_wire())
+        self._known = self._trainer.generation
+        self.workers = self._world_size()
+        self._attempted = self._held = replace(self._info("confirm", deadline), ticket=0, version=0)
+        self.ask(deadline)
+        self.leave()
+
+    def _left_paused(self, deadline: Deadline) -> bool:
+        """Whether a trainer has ended within a round for which the engine is paused."""
+        return self.is_paused() and any(
+            worker.state != "idle" or worker.torn for worker in self.reports(deadline)
+        )
+
+    def start(self, deadline: Deadline) -> None:
+        self._open = True
+        with self._timed("start"):
+            try:
+                self._call("start_weight_update")
+            except Superseded:
+                raise
+            except WrongOrder:
+                # A round was left open: by a call of ours that got lost, or by a trainer that was
+                # stopped, has since been replaced and goes on. An abort ends rounds of this session
+                # only.
+                self._update(self._info("abort", deadline))
+                self._call("start_weight_update")
+
+    def open(self, deadline: Deadline) -> None:
+        """The workers begin to receive; an engine that streams is paused for it.
+
+        Raises:
+            NotPaused: It streams, and cannot be paused.
+        """
+        try:
+            self._begin_receive(deadline)
+        except NotPaused as error:
+            if self._idle:
+                raise
+            self.streams = True
+            if not self.pause():
+                error.cure = (
+                    'let the worker have room for a whole update: staging="device" or "host"; '
+                    "or give a client that has pause() and resume()"
+                )
+                raise
+            self._begin_receive(deadline)  # the refusal has left the round as it was
+
+    def _begin_receive(self, deadline: Deadline) -> None:
+        self._told = self._trainer.generation
+        info = replace(self._info("open", deadline), paused=self._idle)
+        if self._idle:
+            self.whole = None  # it may load what it receives at once, whether we know that or not
+        self._asked = time.perf_counter()
+        self._update(info)
+
+    def poll(self, deadline: Deadline) -> None:
+        """Raises what the engine's receive failed with, if it did."""
+        self._update(self._info("poll", deadline))
+
+    def received(self) -> None:
+        """The workers have everything."""
+        self._seconds["wire"] = time.perf_counter() - self._asked
+
+    def seal(self, deadline: Deadline) -> None:
+        with self._timed("verify"):
+            self._update(self._info("seal", deadline))
+        self._known = self._told
+
+    def commit(self, version: int, deadline: Deadline) -> None:
+        """Finish and confirm.
+
+        After an error the engine has its old weights, unless just the answer got lost, or the commit
+        failed in the middle: :meth:`ask` tells.
+        """
+        self._open = False
+        self._attempted = self._info("confirm", deadline)
+        self.whole = None
+        with self._timed("load"):
+            try:
+                self._call("finish_weight_update", str(version))
+            except WeightTransferError as error:
+                self.torn = self.torn or isinstance(error, TornModel)
+                if not self._answers:
+                    raise
+                with suppress(WeightTransferError):
+                    self.ask(deadline)
+                if self.torn or self._held is not self._attempted:
+                    raise
+                logger.warning("vllm-wt: %s has committed, though it said: %s", self.title, error)
+                return
+        with self._timed("confirm"):
+            self._confirm(self._attempted, deadline)
+
+    def give_up(self, deadline: Deadline) -> Superseded | None:
+        """End a round that failed, if it is still open; Superseded if it is another trainer's by now.
+
+        The failure may be just an answer that was lost: a seal that we have not heard of is never
+        committed.
+        """
+        if not self._open:
+            return None
+        self._open = False
+        if not self._answers or self._replaced:
+            return None  # start gives it up the next time
+        try:
+            self._update(self._info("abort", deadline))
+        except Superseded as superseded:
+            return superseded
+        except WeightTransferError:
+            logger.warning("vllm-wt: %s could not be told to give the round up", self.title)
+        return None
+
+    # -- pause -------------------------------------------------------------------------------------
+
+    def pause(self) -> bool:
+        """Pause it if that is possible; whether no forward pass can run until the round has ended.
+
+        One that was paused before by somebody else stays so after the round. A torn one that is
+        paused was left so by a push, of another session maybe: its new weights let it go on.
+        """
+        if not self._idle and self._pauses:
+            with self._timed("stop"):
+                self._pause()
+        return self._idle
+
+    def pause_first(self, deadline: Deadline) -> None:
+        """:meth:`pause` before the round has begun.
+
+        Raises:
+            Superseded: The engine is another trainer's by now, who would find it paused.
+        """
+        if not self._idle and self._pauses:
+            with suppress(Aborted):
+                self.ask(deadline)
+        self.pause()
+
+    def _pause(self) -> None:
+        paused = not self.paused and bool(self._optional("is_paused"))
+        # A torn engine was left so by a push, unless we have seen that the pause is somebody else's.
+        others = self._others = paused and (self._others or not self.torn)
+        # First: vLLM is paused even if it says that it could not.
+        former, self.paused = self.paused, not others
+        try:
+            self._call("pause")
+        except UnsupportedVllm as error:
+            self.paused, self._pauses = former, False
+            logger.info("vllm-wt: %s cannot be paused: %s", self.title, error)
+            return
+        self._idle = True
+        if others:
+            logger.warning("vllm-wt: %s was paused before the push, and stays so", self.title)
+
+    def is_paused(self) -> bool:
+        """Whether it is paused, by whomever, as far as its client can tell."""
+        return self.paused or bool(self._optional("is_paused"))
+
+    def resume(self) -> None:
+        """Let it go on, if this session has paused it."""
+        if self.paused:
+            with self._timed("resume"):
+                self._call("resume")
+            self.paused = False
+
+    def let_go(self, deadline: Deadline) -> None:
+        """After a failure: let it go on if its weights are of one version, else it stays paused."""
+        if self.whole is None and (self.paused or self._idle):
+            with suppress(WeightTransferError):
+                self.ask(deadline)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let it go on if its weights are known to be of one version; never raises.
+
+        One that is another trainer's by now is not touched: that one may have paused it, and load.
+        """
+        if self.whole and not self._replaced:
+            try:
+                self.resume()
+            except WeightTransferError as error:
+                logger.warning("vllm-wt: %s did not resume: %s", self.title, error)
+
+    # -- what it holds -----------------------------------------------------------------------------
+
+    def ask(self, deadline: Deadline) -> None:
+        """Learn what the engine holds: :attr:`torn` and :attr:`version`.
+
+        vLLM's own version is no proof of a commit: its finish sets it, whoever committed what.
+
+        Raises:
+            Aborted: Neither what was attempted last nor what it held before.
+            WeightTransferError: It cannot be asked.
+        """
+        assert self._attempted is not None
+        assert self._held is not None
+        try:
+            try:
+                self._confirm(self._attempted, deadline)
+            except Aborted:
+                self._confirm(self._held, deadline)
+        except TornModel as error:
+            logger.warning("vllm-wt: %s is torn: %s", self.title, error)
+
+    def reports(self, deadline: Deadline) -> tuple[WorkerReport, ...]:
+        """What each worker says of itself; empty where the client or the engine does not tell.
+
+        Args:
+            deadline: Nothing is asked after it; an answer has the limits of the client.
+
+        Raises:
+            Timeout: The deadline has passed, or no answer came within the client's limits.
+            CorruptTransfer: The answer is no list of reports.
+            WeightTransferError: The engine failed, or a worker could not make its report.
+        """
+        deadline.check("There is no time left to ask the workers", where="reports")
+        # Workers answer this whoever their trainer is: it is no word on a round, nor on whose they are.
+        answers, replaced = self._answers, self._replaced
+        try:
+            return decoded(self._optional("reports"), where="reports")
+        except WeightTransferError as error:
+            error.engine = self.title
+            raise
+        finally:
+            self._answers, self._replaced = answers, replaced
+
+    def _confirm(self, info: UpdateInfo, deadline: Deadline) -> None:
+        try:
+            self._update(replace(info, deadline_s=seconds_left(deadline)))
+        except TornModel:
+            self.torn, self.whole = True, False
+            raise
+        self.torn, self.whole, self._held = False, True, info
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[stage] += time.perf_counter() - began
+
+    def _info(self, op: Op, deadline: Deadline) -> UpdateInfo:
+        return self._trainer.update_info(op, deadline, known=self._known)
+
+    def _update(self, info: UpdateInfo) -> None:
+        self._call("update_weights", info.to_wire())
+
+    def _world_size(self) -> int | None:
+        workers = self._optional("world_size")
+        if workers is None:
+            return None
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise EngineError(
+                "The engine does not say how many workers it has",
+                where="world_size",
+                engine=self.title,
+                expected="a number of 1 or more",
+                got=repr(workers),
+                cure="mend the client's world_size(), or leave it out",
+            )
+        return workers
+
+    def _require_backend(self) -> None:
+        """vLLM's own refusal of what another backend's engine gets would come from every rank."""
+        configured = self._optional("configured_backend")
+        names = names_in_vllm(self._trainer.backend)
+        if configured is not None and configured not in names:
+            raise InvalidInfo(
+                "The engine was not started for this backend",
+                engine=self.title,
+                backend=self._trainer.backend,
+                where="weight_transfer_config",
+                expected=f"backend {' or '.join(map(repr, names))}",
+                got=repr(configured) if configured else "no weight_transfer_config",
+                cure=f'start it with weight_transfer_config={{"backend": "{names[0]}"}}',
+            )
+
+    def _optional(self, method: str) -> Any:
+        """The answer of a method that a client need not have; None without."""
+        return self._call(method) if callable(getattr(self.client, method, None)) else None
+
+    def _call(self, method: str, *args: Any) -> Any:
+        function: Callable[..., Any] = getattr(self.client, method)
+        try:
+            result = function(*args)
+        except Exception as error:
+            typed = (
+                error
+                if isinstance(error, WeightTransferError)
+                else from_text(str(error) or repr(error), where=method)
+            )
+            typed.engine = self.title
+            self._answers = not isinstance(typed, (PeerDead, Timeout))
+            self._replaced = isinstance(typed, Superseded)
+            if typed is error:
+                raise
+            raise typed from error
+        self._answers, self._replaced = True, False
+        return result

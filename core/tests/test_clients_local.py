@@ -1,0 +1,196 @@
+"""Clients of engines in this process, over stand-ins for releases that are not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import types
+
+import pytest
+
+from vllm_wt import registry
+from vllm_wt.clients.local import AsyncLocalClient, LocalClient
+from vllm_wt.errors import CorruptTransfer, EngineError, PeerDead, Timeout, UnsupportedVllm
+
+
+class _Engine:
+    """Of an AsyncLLM, what a pause takes."""
+
+    class engine_core:
+        class resources:
+            engine_dead = False
+
+    def __init__(self):
+        self.calls = []
+
+    async def finish_weight_update(self, weight_version=None): ...
+
+    async def pause_generation(self, *, mode="abort", clear_cache=True):
+        self.calls.append((mode, clear_cache))
+
+    async def resume_generation(self):
+        self.calls.append("resume")
+
+    async def is_paused(self):
+        return self.calls[-1:] != ["resume"]
+
+
+def _run(engine, *calls):
+    async def session():
+        client = AsyncLocalClient(engine, asyncio.get_running_loop())
+        return [await asyncio.to_thread(getattr(client, call)) for call in calls]
+
+    return asyncio.run(session())
+
+
+def test_an_async_engine_keeps_its_requests_while_it_is_paused():
+    engine = _Engine()
+    answers = _run(engine, "pause", "is_paused", "resume", "is_paused")
+    assert answers == [None, True, None, False]
+    assert engine.calls == [("keep", True), "resume"]  # with vLLM's own default for its caches
+
+
+def test_an_async_engine_of_a_release_that_would_abort_them():
+    class Older(_Engine):
+        async def pause_generation(self, *, wait_for_inflight_requests=False):
+            raise AssertionError("it would abort them")
+
+    with pytest.raises(UnsupportedVllm, match="without losing requests") as error:
+        _run(Older(), "pause")
+    assert error.value.got == "pause_generation(*, wait_for_inflight_requests=False)"
+    assert error.value.cure
+
+
+def test_an_async_engine_of_a_release_without_pause():
+    engine = types.SimpleNamespace(finish_weight_update=_Engine().finish_weight_update)
+    with pytest.raises(UnsupportedVllm) as error:
+        _run(engine, "pause")
+    assert error.value.got == "none"
+    assert _run(engine, "is_paused") == [None]
+
+
+def test_a_pause_that_fails_is_typed():
+    class Failing(_Engine):
+        async def pause_generation(self, *, mode="abort", clear_cache=True):
+            raise RuntimeError("boom")
+
+    with pytest.raises(EngineError, match="boom") as error:
+        _run(Failing(), "pause")
+    assert error.value.where == "pause"
+
+
+def test_an_llm_is_idle_between_calls():
+    llm = types.SimpleNamespace(finish_weight_update=lambda: None)
+    client = LocalClient(llm)
+    assert client.idle_between_calls is True
+    assert not hasattr(client, "pause")
+
+
+REPORTS = [{"rank": 0}, {"rank": 1}]
+
+
+@pytest.fixture
+def _installed(monkeypatch):
+    """One backend, whatever else this environment has."""
+    monkeypatch.setattr(
+        registry, "default", lambda: types.SimpleNamespace(backends={"memory": None})
+    )
+
+
+class _Asked:
+    """Of either engine, what asking its workers takes; ``answer`` may be an error."""
+
+    def __init__(self, backend="memory", answer=REPORTS):
+        config = backend and types.SimpleNamespace(backend=backend)
+        self.vllm_config = types.SimpleNamespace(weight_transfer_config=config)
+        self.resources = types.SimpleNamespace(engine_dead=False)
+        self.engine_core = types.SimpleNamespace(resources=self.resources)
+        self.llm_engine = types.SimpleNamespace(
+            vllm_config=self.vllm_config, engine_core=self.engine_core
+        )
+        self.answer = answer
+        self.asked = []
+        self.hold = None
+
+    def finish_weight_update(self): ...
+
+    def said(self, method):
+        self.asked.append(method)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class _AskedLLM(_Asked):
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if self.hold is not None:
+            self.hold.wait()
+        return self.said(method)
+
+
+class _AskedAsync(_Asked):
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if self.hold is not None:
+            await asyncio.Event().wait()
+        return self.said(method)
+
+
+def _reports(engine, **limits):
+    if isinstance(engine, _AskedLLM):
+        return LocalClient(engine, **limits).reports()
+
+    async def session():
+        client = AsyncLocalClient(engine, asyncio.get_running_loop(), **limits)
+        return await asyncio.to_thread(client.reports)
+
+    return asyncio.run(session())
+
+
+_either = pytest.mark.parametrize("kind", [_AskedLLM, _AskedAsync])
+
+
+@_either
+@pytest.mark.parametrize("backend", ["memory", "wt_memory"])
+@pytest.mark.usefixtures("_installed")
+def test_workers_are_asked_what_they_say_of_themselves(kind, backend):
+    engine = kind(backend)
+    assert _reports(engine) == REPORTS
+    assert engine.asked == ["vllm_wt_report"]
+    engine.answer = [None]
+    assert _reports(engine) is None
+
+
+@_either
+@pytest.mark.parametrize("backend", [None, "nccl", "wt_other"])
+@pytest.mark.usefixtures("_installed")
+def test_workers_of_another_engine_are_not_asked(kind, backend):
+    """They lack the method, and every rank would raise at once."""
+    engine = kind(backend)
+    assert _reports(engine) is None
+    assert engine.asked == []
+
+
+@_either
+@pytest.mark.usefixtures("_installed")
+def test_a_failure_to_ask_the_workers_is_typed(kind):
+    with pytest.raises(EngineError, match="boom") as error:
+        _reports(kind(answer=RuntimeError("boom")))
+    assert error.value.where == "reports"
+    with pytest.raises(CorruptTransfer) as error:
+        _reports(kind(answer="text"))
+    assert (error.value.where, error.value.got) == ("reports", "str")
+    dead = type("EngineDeadError", (Exception,), {})("gone")
+    with pytest.raises(PeerDead) as error:
+        _reports(kind(answer=dead))
+    assert error.value.where == "reports"
+
+
+@_either
+@pytest.mark.usefixtures("_installed")
+def test_workers_that_do_not_answer(kind):
+    engine = kind()
+    engine.hold = threading.Event()
+    with pytest.raises(Timeout) as error:
+        _reports(engine, call_s=0.01)
+    assert error.value.where == "reports"
+    engine.hold.set()

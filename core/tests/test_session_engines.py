@@ -1,0 +1,326 @@
+"""One push to several engines: phase by phase, and what a failure leaves to each of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+
+from vllm_wt.errors import PeerDead, Timeout, TornModel, TransportError
+from vllm_wt.pull import PullTrainer
+from vllm_wt.session import EngineStatus
+
+from .conftest import DictLoader
+from .support.engines import PausingEngine, assert_equal, connecting
+
+
+class Trainer(PullTrainer):
+    """Notes what it is asked; ``fails`` are errors of calls to come, ``sending`` is done in send."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.calls: list[str] = []
+        self.fails: dict[str, BaseException] = {}
+        self.sending = lambda readers, deadline, watch: None
+
+    def _note(self, call):
+        self.calls.append(call)
+        if call in self.fails:
+            raise self.fails.pop(call)
+
+    def publish(self, version, deadline):
+        self._note("publish")
+        super().publish(version, deadline)
+
+    def serve(self, stop):
+        self._note("serve")
+        super().serve(stop)
+
+    def send(self, readers, deadline, watch):
+        self._note("send")
+        self.sending(readers, deadline, watch)
+        super().send(readers, deadline, watch)
+
+    def settle(self):
+        super().settle()
+        self._note("settle")
+
+
+@pytest.fixture
+def connect(monkeypatch, transport_cls):
+    with connecting(monkeypatch, transport_cls, Trainer) as connect:
+        yield connect
+
+
+class Pair:
+    """Two engines of one session, which has pushed version 1."""
+
+    def __init__(self, connect, transport_cls) -> None:
+        self.source = {"a": torch.arange(12.0), "b": torch.ones(3)}
+        self.loaders = [DictLoader(), DictLoader()]
+        self.engines = [PausingEngine(transport_cls, loader) for loader in self.loaders]
+        self.calls: list[str] = []
+        for index, engine in enumerate(self.engines):
+            engine.calls = _Named(self.calls, index)
+        self.sync = connect(self.engines, self.source)
+        self.trainer = self.sync._trainer
+        self.sync.push(1)
+        self.old = [dict(loader.weights) for loader in self.loaders]
+        self.calls.clear()
+        self.trainer.calls.clear()
+        self.source["a"].add_(1)
+
+    def assert_old(self) -> None:
+        for loader, old in zip(self.loaders, self.old, strict=True):
+            assert_equal(loader.weights, old)
+        assert [engine.paused for engine in self.engines] == [False, False]
+        assert self.sync.status() == [EngineStatus(f"engine{n}", 1, False) for n in range(2)]
+
+    def assert_good_round(self, version=2) -> None:
+        self.sync.push(version)
+        for loader in self.loaders:
+            assert_equal(loader.weights, self.source)
+        assert [engine.paused for engine in self.engines] == [False, False]
+
+
+class _Named:
+    """One list of what several engines are asked, by their numbers."""
+
+    def __init__(self, calls, index) -> None:
+        self._calls = calls
+        self._index = index
+
+    def append(self, name) -> None:
+        self._calls.append(f"{name}{self._index}")
+
+
+@pytest.fixture
+def pair(connect, transport_cls):
+    return Pair(connect, transport_cls)
+
+
+def test_each_phase_is_done_on_every_engine_before_the_next(pair):
+    result = pair.sync.push(2)
+    assert pair.calls == [
+        *("start0", "open0", "start1", "open1"),
+        *("seal0", "seal1"),
+        *("pause0", "pause1"),
+        *("finish0", "confirm0", "resume0", "finish1", "confirm1", "resume1"),
+    ]
+    assert pair.trainer.calls == ["publish", "serve", "send", "settle"]
+    assert list(result.engines) == ["engine0", "engine1"]
+
+
+def test_every_engine_receives_at_the_same_time(pair, fabric):
+    """The first one's read completes only when the second has begun with its own."""
+    fabric.hold = True
+    last = pair.engines[1]
+    update = last.update_weights
+
+    def then_let_go(info):
+        update(info)
+        if info["op"] == "open":
+            assert pair.trainer.delivered() == 0
+            fabric.hold = False
+
+    last.update_weights = then_let_go
+    pair.assert_good_round()
+
+
+@pytest.mark.parametrize("failing", ["engine0", "engine1"])
+@pytest.mark.parametrize("step", ["start", "open", "seal", "pause"])
+def test_a_failure_before_the_first_commit_leaves_all_as_they_were(pair, step, failing):
+    pair.engines[int(failing[-1])].fails[step] = RuntimeError("boom")
+    with pytest.raises(Exception, match="boom") as error:
+        pair.sync.push(2)
+    assert error.value.engine == failing
+    assert not [call for call in pair.calls if call.startswith("finish")]
+    begun = {call[-1] for call in pair.calls if call.startswith("start")}
+    assert {call[-1] for call in pair.calls if call.startswith("abort")} == begun
+    assert [engine.round.state.value for engine in pair.engines] == ["idle", "idle"]
+    assert pair.trainer.calls[-1] == "settle"
+    pair.assert_old()
+    pair.assert_good_round()
+
+
+@pytest.mark.parametrize("failing", ["engine0", "engine1"])
+def test_a_receive_that_fails_ends_the_wait_for_all(pair, failing):
+    _fail_to_receive(pair.engines[int(failing[-1])].engine)
+    with pytest.raises(TransportError, match="cable") as error:
+        pair.sync.push(2)
+    assert error.value.engine == failing
+    assert [call for call in pair.calls if call.startswith("abort")] == ["abort0", "abort1"]
+    pair.assert_old()
+    pair.assert_good_round()
+
+
+def _fail_to_receive(engine):
+    """Once."""
+
+    def receive(info, load_weights):
+        del engine.receive_weights
+        raise TransportError("cable")
+
+    engine.receive_weights = receive
+
+
+def test_workers_that_do_not_report_in_time(pair, fabric):
+    fabric.hold = True
+    with pytest.raises(Timeout) as error:
+        pair.sync.push(2, deadline_s=0.1)
+    assert (error.value.what, error.value.got) == (
+        "Not all workers of engine0, engine1 have received the weights",
+        "0 of 2 workers",
+    )
+    fabric.hold = False
+    pair.assert_old()
+    pair.assert_good_round()
+
+
+def test_a_commit_that_fails_does_not_keep_the_others_from_theirs(pair):
+    pair.loaders[0].fail = ValueError("layer")
+    with pytest.raises(TornModel, match="layer") as error:
+        pair.sync.push(2)
+    assert error.value.engine == "engine0"
+    assert_equal(pair.loaders[1].weights, pair.source)
+    assert [engine.paused for engine in pair.engines] == [True, False]
+    assert pair.sync.status() == [
+        EngineStatus("engine0", 1, True, paused=True),
+        EngineStatus("engine1", 2, False),
+    ]
+    pair.loaders[0].fail = None
+    pair.assert_good_round(3)
+
+
+def test_of_two_commits_that_fail_the_first_is_raised(pair, caplog):
+    for loader, layer in zip(pair.loaders, ("first", "second"), strict=True):
+        loader.fail = ValueError(layer)
+    with pytest.raises(TornModel, match="first") as error:
+        pair.sync.push(2)
+    assert error.value.engine == "engine0"
+    assert "engine0, engine1" in error.value.cure
+    assert "engine1 failed, too: The commit failed in the middle: ValueError: second" in caplog.text
+    for loader in pair.loaders:
+        loader.fail = None
+    pair.assert_good_round()
+
+
+def test_an_engine_that_cannot_resume_does_not_keep_the_others_from_their_commit(pair):
+    pair.engines[0].fails["resume"] = RuntimeError("boom")
+    with pytest.raises(Exception, match="boom"):
+        pair.sync.push(2)
+    for loader in pair.loaders:
+        assert_equal(loader.weights, pair.source)
+    assert [engine.paused for engine in pair.engines] == [False, False]  # by a second try
+
+
+def test_an_interrupt_within_a_commit_gives_the_other_rounds_up(pair):
+    pair.engines[0].fails["finish"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        pair.sync.push(2)
+    assert "abort1" in pair.calls
+    assert "finish1" not in pair.calls
+    pair.assert_old()
+    pair.assert_good_round()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, None), (None, None)])
+def test_send_is_called_once_when_all_engines_receive(connect, transport_cls, sizes):
+    engines = [PausingEngine(transport_cls, DictLoader()) for _ in sizes]
+    for engine, size in zip(engines, sizes, strict=True):
+        engine.world_size = lambda size=size: size
+    sync = connect(engines, {"a": torch.ones(3)})
+    heard = []
+
+    def sending(readers, deadline, watch):
+        watch()
+        heard.append((readers, [engine.calls[-1] for engine in engines], threading.get_ident()))
+
+    sync._trainer.sending = sending
+    sync.push(1)
+    readers = 2 if None not in sizes else None
+    assert heard == [(readers, ["open", "open"], threading.get_ident())]
+
+
+def _watching(readers, deadline, watch):
+    while True:
+        watch()
+        deadline.check("the watch does not raise")
+        deadline.wait(0.001)
+
+
+def test_the_watch_of_send_raises_what_an_engine_says_of_its_receive(pair):
+    _fail_to_receive(pair.engines[1].engine)
+    pair.trainer.sending = _watching
+    with pytest.raises(TransportError, match="cable") as error:
+        pair.sync.push(2, deadline_s=60)
+    assert error.value.engine == "engine1"
+    assert pair.calls[-3:] == ["poll1", "abort0", "abort1"]
+    pair.trainer.sending = lambda *args: None
+    pair.assert_old()
+    pair.assert_good_round()
+
+
+def test_the_watch_of_send_raises_what_ended_the_serving(pair):
+    pair.trainer.fails["serve"] = PeerDead("the fabric has gone")
+    pair.trainer.sending = _watching
+    with pytest.raises(PeerDead, match="the fabric has gone"):
+        pair.sync.push(2, deadline_s=60)
+    pair.trainer.sending = lambda *args: None
+    pair.assert_old()
+    pair.assert_good_round()
+
+
+def test_a_send_that_fails_is_typed(pair):
+    pair.trainer.fails["send"] = ZeroDivisionError("odd")
+    with pytest.raises(TransportError, match="ZeroDivisionError: odd") as error:
+        pair.sync.push(2)
+    assert error.value.where == "send"
+    assert "no engine has taken new weights" in error.value.cure
+    assert pair.trainer.calls[-1] == "settle"
+    pair.assert_old()
+    pair.assert_good_round()
+
+
+@pytest.mark.parametrize(
+    ("trainer_fails", "engine_fails"),
+    [(None, None), ("publish", None), ("send", None), (None, "open"), (None, "finish")],
+)
+def test_settle_is_called_once_at_the_end(pair, trainer_fails, engine_fails):
+    if trainer_fails:
+        pair.trainer.fails[trainer_fails] = ZeroDivisionError("odd")
+    if engine_fails:
+        pair.engines[1].fails[engine_fails] = RuntimeError("boom")
+    if trainer_fails or engine_fails:
+        with pytest.raises(Exception, match=r"odd|boom"):
+            pair.sync.push(2)
+    else:
+        pair.sync.push(2)
+    assert pair.trainer.calls.count("settle") == 1
+    assert pair.trainer.calls[-1] == "settle"
+
+
+def test_a_settle_that_fails_after_a_failure_is_logged(pair, caplog):
+    pair.trainer.fails["settle"] = ZeroDivisionError("odd")
+    pair.engines[0].fails["open"] = RuntimeError("boom")
+    with caplog.at_level(logging.ERROR), pytest.raises(Exception, match="boom"):
+        pair.sync.push(2)
+    assert "could not settle after a failure" in caplog.text
+    assert "ZeroDivisionError: odd" in caplog.text
+
+
+def test_a_settle_that_fails_by_itself_is_raised(pair):
+    pair.trainer.fails["settle"] = ZeroDivisionError("odd")
+    with pytest.raises(
+        TransportError, match="could not end the round: ZeroDivisionError: odd"
+    ) as e:
+        pair.sync.push(2)
+    assert e.value.where == "settle"
+    assert "every engine has the new weights" in e.value.cure
+    assert [status.version for status in pair.sync.status()] == [2, 2]
+    pair.trainer.fails["settle"] = TransportError("typed")
+    with pytest.raises(TransportError, match="typed"):
+        pair.sync.push(3)
+    pair.assert_good_round(4)
