@@ -94,10 +94,10 @@ class Served:
             )
         return answers
 
-    def rpc(self, method: str) -> Any:
+    def rpc(self, method: str, *args: Any) -> Any:
         """Call a method of the one worker."""
         with self._lock:
-            (answer,) = self.llm.collective_rpc(method)
+            (answer,) = self.llm.collective_rpc(method, args=args)
         return answer
 
     def close(self) -> None:

@@ -53,6 +53,29 @@ def test_three_rounds_then_the_same_as_a_fresh_engine(
     assert other.rpc("wt_digests") == engine.rpc("wt_digests")
 
 
+@pytest.mark.parametrize("staging", ["host", "none"])
+def test_received_on_the_host_or_a_part_at_a_time_it_is_the_same(engine: Any, staging: str) -> None:
+    first = engine.trainer()
+    first.call("connect", 60.0, None, {"staging": "device"})
+    first.call("randomize", 20)
+    first.call("push", 1)
+    tokens, digests = engine.tokens(), engine.rpc("wt_digests")
+    engine.rpc("wt_streamed_nbytes", 1 << 20)
+    second = engine.trainer()
+    second.call("connect", 60.0, None, {"staging": staging}, True)
+    second.call("randomize", 21)
+    print(second.call("push", 1))
+    assert engine.rpc("wt_digests") != digests
+    second.call("randomize", 20)
+    print(second.call("push", 2))
+    assert engine.rpc("wt_digests") == digests
+    assert engine.tokens() == tokens
+    said = engine.rpc("wt_staging")
+    assert said["staging"] == staging
+    assert (len(said["batches"]) > 2) == (staging == "none")
+    assert not engine.rpc("wt_state")["torn"]
+
+
 def test_a_trainer_killed_in_a_round_leaves_the_old_weights_and_a_new_one_syncs(
     engine: Any,
 ) -> None:

@@ -14,9 +14,12 @@ import torch
 from vllm_wt import registry
 from vllm_wt.clients.relay import RelayServer
 from vllm_wt.deadline import Deadline
+from vllm_wt.info import Verify
 from vllm_wt.pull import PullTrainer
 from vllm_wt.source import StateDictSource
 
+VERIFY: tuple[Verify, ...] = ("digest", "bytes")
+"""The ways of verifying that are measured."""
 _POLL_S = 0.001
 _ROUND_S = 120.0
 
@@ -32,25 +35,41 @@ class Owner:
             for index in range(config["tensors"])
         }
         backend = config["backend"]
-        self.trainer = PullTrainer(
-            StateDictSource(self._state),
-            backend=backend,
-            transport_cls=registry.resolve(config["transport"], backend=backend),
-        )
+        self.trainers = {
+            verify: PullTrainer(
+                StateDictSource(self._state),
+                backend=backend,
+                transport_cls=registry.resolve(config["transport"], backend=backend),
+                verify=verify,
+                staging="device",
+            )
+            for verify in VERIFY
+        }
+        self._sending: threading.Thread | None = None
         self.raw = registry.resolve(config["baseline"], backend=backend)(
             f"raw-owner-{os.getpid()}", self._device
         )
         self._last = next(reversed(self._state.values()))
 
-    def describe(self) -> dict[str, Any]:
-        return self.trainer.describe(Deadline(_ROUND_S)).to_wire()
+    def describe(self, verify: Verify) -> dict[str, Any]:
+        return self.trainers[verify].describe(Deadline(_ROUND_S)).to_wire()
 
-    def publish(self, version: int) -> dict[str, Any]:
+    def publish(self, verify: Verify, version: int) -> dict[str, Any]:
+        """Publish, and send on a thread, so that the reader can begin."""
         self._last.fill_(version)
         deadline = Deadline(_ROUND_S)
-        self.trainer.publish(version, deadline)
-        info = self.trainer.update_info("open", deadline, known=self.trainer.generation)
-        return info.to_wire()
+        trainer = self.trainers[verify]
+        trainer.publish(version, deadline)
+        self._sending = threading.Thread(
+            target=trainer.send, args=(1, deadline, lambda: None), daemon=True
+        )
+        self._sending.start()
+        return trainer.update_info("open", deadline, known=trainer.generation).to_wire()
+
+    def sent(self) -> None:
+        """The round is over on this side, too."""
+        if self._sending is not None:
+            self._sending.join()
 
     def expose_raw(self) -> str:
         nbytes = sum(t.numel() * t.element_size() for t in self._state.values())
@@ -68,8 +87,9 @@ def main(config: dict[str, Any]) -> None:
     """Serve until the parent ends this process."""
     owner = Owner(config)
     never = threading.Event()
-    threading.Thread(target=owner.trainer.serve, args=(never,), daemon=True).start()
-    methods = ("describe", "publish", "expose_raw", "last_value")
+    for trainer in owner.trainers.values():
+        threading.Thread(target=trainer.serve, args=(never,), daemon=True).start()
+    methods = ("describe", "publish", "sent", "expose_raw", "last_value")
     RelayServer(Path(config["socket"]), {name: getattr(owner, name) for name in methods})
     parent = os.getppid()
     while os.getppid() == parent:

@@ -302,7 +302,7 @@ class Sync:
 
     def publish(self, seconds: float = LONG_S) -> None:
         self.version += 1
-        self.trainer.publish(self.version, seconds, within=seconds + MOMENTS_S)
+        self.trainer.publish(self.version, seconds, len(self.workers), within=seconds + MOMENTS_S)
 
     def open(self, seconds: float = LONG_S) -> None:
         self.step("open", seconds)

@@ -38,6 +38,8 @@ class Trainer:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
+        self._sending: threading.Thread | None = None
+        self._sent: Deadline | None = None
 
     def _made(self, seed: int) -> dict[str, torch.Tensor]:
         if self._device.type == "cpu":
@@ -65,8 +67,33 @@ class Trainer:
     def describe(self, seconds: float) -> dict[str, Any]:
         return self._engine.describe(Deadline(seconds)).to_wire()
 
-    def publish(self, version: int, seconds: float) -> None:
-        self._engine.publish(version, Deadline(seconds))
+    def publish(self, version: int, seconds: float, readers: int = 1) -> None:
+        """Publish, and send on a thread until all of it is made or the next publish comes."""
+        self._over()
+        deadline = Deadline(seconds)
+        self._engine.publish(version, deadline)
+        self._sent = deadline
+        self._sending = threading.Thread(
+            target=self._send, args=(readers, deadline), name="send", daemon=True
+        )
+        self._sending.start()
+
+    def _send(self, readers: int, deadline: Deadline) -> None:
+        try:
+            self._engine.send(readers, deadline, _nothing)
+        except Exception as error:
+            if not deadline.remaining():  # given up by the next publish, or too late for anybody
+                return
+            self._failed = error
+
+    def _over(self) -> None:
+        """The round is closed, as by a push that returns or raises."""
+        if self._sending is not None:
+            assert self._sent is not None
+            self._sent.cancel("the round is over")
+            self._sending.join()
+            self._sending = None
+            self._engine.settle()
 
     def update_info(self, op: Any, seconds: float, known: int) -> dict[str, Any]:
         return self._engine.update_info(op, Deadline(seconds), known=known).to_wire()
@@ -114,6 +141,7 @@ class Trainer:
             raise failed
 
     def shutdown(self) -> None:
+        self._over()
         self._engine.shutdown()
 
     def resources(self) -> dict[str, int]:
@@ -121,3 +149,7 @@ class Trainer:
 
     def unpickled(self) -> list[str]:
         return unpickling.seen
+
+
+def _nothing() -> None:
+    """There is no engine to look after."""

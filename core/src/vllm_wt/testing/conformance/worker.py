@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +36,7 @@ class _Model:
         """Any tensors will do, in full."""
         return LoadPlan.of_whole(manifest, "no model")
 
-    def use(self, plan: LoadPlan) -> None:
+    def use(self, plan: LoadPlan, batches: Sequence[Sequence[str]] | None = None) -> None:
         """There is nothing to prepare."""
 
     def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
@@ -44,6 +44,9 @@ class _Model:
 
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.weights = {name: tensor.clone() for name, tensor in weights}
+
+    def apply_batch(self, number: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.weights |= {name: tensor.clone() for name, tensor in weights}
 
 
 class Worker:
