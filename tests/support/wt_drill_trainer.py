@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 sys.modules["vllm"] = None  # type: ignore[assignment]  # the trainer must do without
+
+from forking import fork_for_each_line
 
 from vllm_wt.clients.relay import RelayClient, RelayServer
 from vllm_wt.session import WeightSync
@@ -57,17 +56,7 @@ def fork_trainers() -> None:
     # Imported, and nothing computed: threads that compute do not survive a fork.
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: F401
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, 0)
-            os.dup2(nothing, 1)  # UCX logs there
-            main(*json.loads(line))
-            return
-        print(pid, flush=True)
+    fork_for_each_line(main)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ input, answered by the number of the new process. It ends with its input.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forking import fork_for_each_line
 from wt_cases import Worker, bytes_of
 
 from vllm_wt import WeightSync
@@ -337,17 +335,7 @@ def fork_processes() -> None:
 
     torch.set_num_threads(1)
     nixl.load()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, 0)
-            os.dup2(nothing, 1)  # UCX logs there
-            main(*json.loads(line))
-            return
-        print(pid, flush=True)
+    fork_for_each_line(main)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ input: the list of :func:`main`'s arguments, answered by the number of the new p
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
 import threading
 from dataclasses import asdict
@@ -17,6 +14,7 @@ from typing import Any
 
 sys.modules["vllm"] = None  # type: ignore[assignment]  # the trainer must do without
 
+from forking import fork_for_each_line
 from wt_faults import resources
 
 from vllm_wt.clients.relay import RelayClient, RelayServer
@@ -114,17 +112,7 @@ def fork_trainers() -> None:
     # Imported, and nothing computed: threads that compute do not survive a fork.
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: F401
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, 0)
-            os.dup2(nothing, 1)  # UCX logs there
-            main(*json.loads(line))
-            return
-        print(pid, flush=True)
+    fork_for_each_line(main)
 
 
 fork_trainers()

@@ -40,7 +40,12 @@ class Exposed:
 
     @property
     def in_place(self) -> bool:
-        return self.buffer.data_ptr() == self.place and self._storage.nbytes() >= self._needed
+        return self.buffer.data_ptr() == self.place and self.has_memory
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the storage that was exposed has not been freed or cut since."""
+        return self._storage.nbytes() >= self._needed
 
     @property
     def title(self) -> str:
@@ -51,8 +56,7 @@ def same_memory(former: list[Exposed], now: list[Exposed]) -> bool:
     """Whether what was registered is what would be; memory that was freed is other memory, even
     where the allocator has given out the same address again."""
     return [exposed.place for exposed in former] == [exposed.place for exposed in now] and all(
-        exposed.memory.data_ptr() == exposed.place and exposed._storage.nbytes() >= exposed._needed
-        for exposed in former
+        exposed.memory.data_ptr() == exposed.place and exposed.has_memory for exposed in former
     )
 
 

@@ -7,7 +7,6 @@ parameters, as on a GPU: on a CPU that takes a switch that is there for tests.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -15,28 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_wt.cli.bench_model import save_config
 from vllm_wt.cli.bench_result import machine, positive, report
 from vllm_wt.cli.plan import require_vllm, stdout_kept
 
 _BOUND = 1.3
 """The most of the time of one flat copy that a commit may take."""
-_LAYER_BYTES = 25_171_968
-_OTHER_BYTES = 131_074_048
-"""Of a layer of the model below, and of all that is not in a layer."""
-
-_MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "vocab_size": 32000,
-}
 
 
 def add_parser(names: Any) -> None:
@@ -62,10 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         EngineError: vLLM fails with the model.
     """
     require_vllm("What is measured is a commit into a model of vLLM's")
-    layers = max(1, round((arguments.megabytes * 1e6 - _OTHER_BYTES) / _LAYER_BYTES))
     with tempfile.TemporaryDirectory(prefix="vllm-wt-bench-") as folder, stdout_kept():
-        config = _MODEL | {"num_hidden_layers": layers}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_config(Path(folder), arguments.megabytes)
         measured = _measured(folder, arguments.rounds)
     commit_s, copy_s, nbytes = (measured.pop(key) for key in ("commit_s", "copy_s", "nbytes"))
     ratio = statistics.median(c / f for c, f in zip(commit_s, copy_s, strict=True))

@@ -23,7 +23,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from vllm_wt.cli.bench_commit import _LAYER_BYTES, _MODEL, _OTHER_BYTES
+from vllm_wt.cli.bench_model import save_config
 from vllm_wt.cli.bench_result import machine, positive, report
 from vllm_wt.cli.plan import require_vllm, stdout_kept
 from vllm_wt.errors import EngineError
@@ -67,10 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     require_vllm("What is measured is a sync into an engine of vLLM's")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of the engine's process
-    layers = max(1, round((arguments.megabytes * 1e6 - _OTHER_BYTES) / _LAYER_BYTES))
     with tempfile.TemporaryDirectory(prefix="vllm-wt-bench-") as folder, stdout_kept():
-        config = _MODEL | {"num_hidden_layers": layers, "max_position_embeddings": 512}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_config(Path(folder), arguments.megabytes, max_position_embeddings=512)
         rounds, facts = asyncio.run(_Bench(Path(folder), arguments.rounds).run())
         gc.collect()  # vLLM's engine object: its destructor does not work once the interpreter ends
     result = _result(rounds, facts)

@@ -16,7 +16,7 @@ from vllm_wt.info import PullInitInfo
 from vllm_wt.manifest import Manifest, TensorMeta
 from vllm_wt.packing import Buckets, Layout
 
-SIGNALS = 2
+SIGNAL_WORDS = 2
 """Words of the signals: see `DIGESTED` and `READY`."""
 DIGESTED = 0
 """The ticket for which all tensors that are read in place have their digests."""

@@ -12,8 +12,7 @@ from vllm_wt.digests import BLOCK, blocks
 from vllm_wt.loading.slices import Slices
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import Layout
-from vllm_wt.pull.exposure import SIGNALS as WORDS
-from vllm_wt.pull.exposure import WORD, Exposure
+from vllm_wt.pull.exposure import SIGNAL_WORDS, WORD, Exposure
 from vllm_wt.transport import Copy
 
 ARENA, DIGESTS, SIGNALS = 0, 1, 2
@@ -114,7 +113,7 @@ class Itinerary:
         return self._digests(0, self.exposure.blocks_in_place)
 
     def signals(self) -> list[Copy]:
-        return [Copy(self._owner, self.exposure.signals, 0, SIGNALS, 0, WORD * WORDS)]
+        return [Copy(self._owner, self.exposure.signals, 0, SIGNALS, 0, WORD * SIGNAL_WORDS)]
 
     def _digests(self, first: int, count: int) -> list[Copy]:
         if not self.exposure.digested or not count:

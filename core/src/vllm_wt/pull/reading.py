@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm_wt.engine import LoadWeights
 from vllm_wt.errors import Aborted, CorruptTransfer
 from vllm_wt.info import Handle
 from vllm_wt.packing import as_bytes, view_as
-from vllm_wt.pull.exposure import DIGESTED, READY, SIGNALS
+from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS
 from vllm_wt.pull.itinerary import Batch, Chunk, Itinerary
 from vllm_wt.transport import Copy, Transport
 
@@ -90,7 +91,7 @@ class Reading:
         """Bytes of tensors that this round has brought."""
         exposure = itinerary.exposure
         device = arena.device
-        self._signals = torch.zeros(SIGNALS, dtype=torch.int64, device=device)
+        self._signals = torch.zeros(SIGNAL_WORDS, dtype=torch.int64, device=device)
         self._digests = torch.zeros(max(1, exposure.blocks), dtype=torch.int64, device=device)
         self._made = torch.zeros(arena.numel() // BLOCK, dtype=torch.int64, device=device)
         # Apart from the default stream, which waits for what the model does and holds it up.
@@ -145,17 +146,13 @@ class Reading:
             walk.end()
 
     def close(self) -> bool:
-        """Release everything; whether nothing will write into the arena any more."""
-        if not self.quiesced():
+        """Release everything, unless a pass that could not be stopped is still under way; whether
+        nothing will write into the arena any more."""
+        if self._stuck is not None and not self._transport.cancel(self._stuck):
             return False
+        self._stuck = None
         self._transport.close()
         return True
-
-    def quiesced(self) -> bool:
-        """Whether a pass that could not be stopped has come to its end by now."""
-        if self._stuck is not None and self._transport.cancel(self._stuck):
-            self._stuck = None
-        return self._stuck is None
 
     def make(self, read: _Pass, deadline: Deadline) -> None:
         """Make one pass."""
@@ -184,6 +181,7 @@ class Reading:
             )
 
 
+@dataclass(frozen=True)
 class _Prepared:
     """A batch with its passes.
 
@@ -194,17 +192,10 @@ class _Prepared:
         tails: The parts of the arena that must be zero before it is read into.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        stops: list[tuple[int | None, list[_Part]]],
-        expected: torch.Tensor,
-        tails: list[torch.Tensor],
-    ) -> None:
-        self.batch = batch
-        self.stops = stops
-        self.expected = expected
-        self.tails = tails
+    batch: Batch
+    stops: list[tuple[int | None, list[_Part]]]
+    expected: torch.Tensor
+    tails: list[torch.Tensor]
 
 
 class _Walk:
@@ -220,7 +211,7 @@ class _Walk:
         self._pool = pool
         self._left = 0
         """Buckets that are done with."""
-        self._seen = [0] * SIGNALS
+        self._seen = [0] * SIGNAL_WORDS
         self._digests_in_place = False
 
     def receive(self, prepared: _Prepared) -> None:

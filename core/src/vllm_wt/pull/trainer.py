@@ -34,7 +34,7 @@ from vllm_wt.info import (
     seconds_left,
 )
 from vllm_wt.packing import as_bytes, meta_of
-from vllm_wt.pull.exposure import DIGESTED, READY, SIGNALS, Exposure
+from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, Exposure
 from vllm_wt.pull.prepared import Prepared
 from vllm_wt.pull.ring import Filling, Ring
 from vllm_wt.source import Announced, WeightSource
@@ -262,7 +262,7 @@ class PullTrainer(TrainerWeightTransferEngine):
             self._ring = Ring(exposure, device)
         if exposure.digested:
             self._digests = torch.zeros(max(1, exposure.blocks), dtype=torch.int64, device=device)
-        self._signals = torch.zeros(SIGNALS, dtype=torch.int64, device=device)
+        self._signals = torch.zeros(SIGNAL_WORDS, dtype=torch.int64, device=device)
         self._exposure = exposure
 
     def _buffers(self) -> list[torch.Tensor]:
