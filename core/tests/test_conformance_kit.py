@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_wt.cli import main
 from vllm_wt.deadline import Deadline
@@ -18,8 +19,15 @@ from vllm_wt.errors import InvalidInfo
 from vllm_wt.registry import Backend
 from vllm_wt.spec import BackendSpec, Capability, Kind
 from vllm_wt.testing.conformance import BackendConformance
-from vllm_wt.testing.conformance.gate import needs, transports_only, why_not
+from vllm_wt.testing.conformance.gate import (
+    is_of_mapping,
+    mapping_only,
+    needs,
+    transports_only,
+    why_not,
+)
 from vllm_wt.testing.conformance.known import read_known_failures
+from vllm_wt.testing.conformance.memory import zeros
 from vllm_wt.testing.conformance.process import Ended, Forker, Hang, Process, Untyped
 from vllm_wt.testing.conformance.report import Report
 
@@ -55,6 +63,43 @@ def test_a_check_of_transports_is_for_them_only():
     engine = spec(kind=Kind.ENGINE, transport=None, worker="t:W", trainer="t:T")
     assert why_not(TransportChecks.test_any, engine) == "for backends of kind transport only"
     assert why_not(TransportChecks.test_any, spec()) is None
+
+
+@mapping_only
+class MappingChecks:
+    def test_any(self):
+        pass
+
+
+def test_a_check_of_maps_is_one_of_transports():
+    engine = spec(kind=Kind.ENGINE, transport=None, worker="t:W", trainer="t:T")
+    assert why_not(MappingChecks.test_any, engine) == "for backends of kind transport only"
+    assert is_of_mapping(MappingChecks.test_any)
+    assert not is_of_mapping(TransportChecks.test_any)
+
+
+def test_a_transport_that_does_not_map_is_not_held_to_maps(tmp_path):
+    done = run_kit(
+        tmp_path,
+        DERIVED.format(backend="echo"),
+        "-k=test_a_map_is_had_again",
+        "--wt-report=out.json",
+    )
+    assert done.returncode == 0, done.stdout
+    [reason] = json.loads((tmp_path / "out.json").read_text())["reasons"].values()
+    assert reason == "its properties.maps is false: readers do not map an owner's memory"
+
+
+@pytest.mark.parametrize("form", ["private", "shared", "allocated", "views"])
+def test_memory_of_each_form_is_zeros_apart_from_each_other(form):
+    def allocate(nbytes, device):
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    made = zeros(form, [5, 1, 4096], torch.device("cpu"), allocate)
+    assert [list(tensor.shape) for tensor in made] == [[5], [1], [4096]]
+    made[1].fill_(7)
+    assert [int(tensor.sum()) for tensor in made] == [0, 7, 0]
+    assert [tensor.is_shared() for tensor in made] == [form == "shared"] * 3
 
 
 def test_known_failures_are_read(tmp_path):
@@ -241,6 +286,7 @@ def test_a_typed_error_crosses_as_its_class(forker):
         kind="few",
         seed=1,
         options={"no_such_option": 1},
+        in_place=False,
     )
     with pytest.raises(InvalidInfo, match="no_such_option"):
         trainer.ready()

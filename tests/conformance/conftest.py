@@ -52,6 +52,7 @@ if os.environ.pop({_WARM!r}, None):
     import gc
 
     import engines
+    import mappings
     from vllm_wt import registry
 
     registry.default()
@@ -101,7 +102,7 @@ def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
         with forker:
             yield forker
     registry.default.cache_clear()
-    for name in {*modules, "catalogue", "engines", "mutant", "transports"}:
+    for name in {*modules, "catalogue", "engines", "mappings", "mutant", "transports"}:
         sys.modules.pop(name, None)
     sys.path[:] = [path for path in sys.path if path != HERE]
 

@@ -32,8 +32,9 @@ _FAILURES = (AssertionError, WeightTransferError, pytest.fail.Exception)
 def _sound() -> Iterator[tuple[str, str]]:
     """Each check that is to catch something, with the sound backend of its mutants' kind."""
     sound = {"transport": SOUND_TRANSPORT, "engine": SOUND_ENGINE}
-    yield from sorted({(mutant.check, sound[mutant.kind]) for mutant in MUTANTS})
-    for check in sorted({mutant.check for mutant in MUTANTS if mutant.kind == "transport"}):
+    yield from sorted({(mutant.check, mutant.sound or sound[mutant.kind]) for mutant in MUTANTS})
+    of_echo = (mutant for mutant in MUTANTS if mutant.kind == "transport" and not mutant.sound)
+    for check in sorted({mutant.check for mutant in of_echo}):
         if any(word in check for word in _AT_SUBMIT):
             yield check, EAGER_TRANSPORT
 

@@ -45,6 +45,8 @@ class TransportProperties:
         thread_safe: Whether methods may be called from several threads at once.
         can_cancel: Whether ``cancel`` can stop a copy that is under way.
         gaps: By memory kind, bytes that are better read too much than left out by one more copy.
+        maps: Whether readers can have an owner's memory in their own address space; it is a
+            `MappingTransport` then.
     """
 
     memory: frozenset[str] = frozenset({"cpu"})
@@ -54,6 +56,7 @@ class TransportProperties:
     thread_safe: bool = False
     can_cancel: bool = True
     gaps: Mapping[str, int] = field(default_factory=lambda: {"cpu": 1 << 14, "cuda": 1 << 20})
+    maps: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,3 +146,45 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release everything; idempotent, never blocks, never raises for a dead peer."""
+
+
+@runtime_checkable
+class MappingTransport(Transport, Protocol):
+    """A Transport whose ``properties.maps`` is true: memory of one host, or of one GPU.
+
+    Core then copies nothing before the commit: a worker verifies what the owner has where it is, and
+    its model is written from there.
+    """
+
+    @staticmethod
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory that can be exposed: zeros, uint8, shape ``(nbytes,)``; it goes with the tensor."""
+
+    @staticmethod
+    def exposable(tensor: torch.Tensor) -> bool:
+        """Whether a contiguous, non-empty tensor can be exposed where it is. If not, core copies it
+        into memory of :meth:`allocate`, once a round.
+
+        Raises:
+            TransportError: It cannot, and its owner should see to that rather than pay for a copy.
+        """
+
+    @staticmethod
+    def is_near(handle: bytes, device: torch.device) -> bool:
+        """Whether a handle that `expose` gave is of memory that a reader on this device can map. Asked
+        where a trainer has several ranks, each with memory of its own.
+
+        Raises:
+            CorruptTransfer, InvalidInfo: It is no handle.
+        """
+
+    def map(self, owner: str) -> Sequence[torch.Tensor]:
+        """The buffers of an open owner, in the order of its region: uint8, of its own memory. Valid
+        until :meth:`close`, whatever becomes of the owner."""
+
+    def check(self, owner: str) -> None:
+        """See that an open owner lives and still exposes what was mapped; microseconds.
+
+        Raises:
+            PeerDead, Revoked: What is mapped must not be read any more.
+        """

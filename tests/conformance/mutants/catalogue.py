@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import engines
+import mappings
 import transports
 from mutant import Mutant, mutants_of
 
 from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
 from vllm_wt_echo.transport import EchoTransport
+from vllm_wt_ipc.transport import IpcTransport
 
 SOUND_TRANSPORT = "echo"
 SOUND_ENGINE = "sound-engine"
+SOUND_MAPPING = "ipc"
 EAGER_TRANSPORT = "looks-at-submit"
 WORKER = "engines:SoundEngine"
 TRAINER = "engines:SoundTrainer"
@@ -25,6 +28,7 @@ _ENGINES = ("cpu", "many-readers")
 
 MUTANTS = [
     *mutants_of(transports, transport=(EchoTransport, {})),
+    *mutants_of(mappings, transport=(IpcTransport, {"sound": SOUND_MAPPING})),
     *mutants_of(
         engines,
         worker=(WeightTransferEngine, {"trainer": TRAINER, "capabilities": _ENGINES}),

@@ -26,6 +26,7 @@ class Mutant:
         trainer: Path of the class, for kind ENGINE.
         capabilities: That it claims.
         imports: What its entry point imports.
+        sound: The backend that it was made from, if not that of its kind.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Mutant:
     trainer: str | None = None
     capabilities: tuple[str, ...] = ("cpu", "many-readers", "many-owners", "zero-copy")
     imports: str = ""
+    sound: str = ""
 
     @property
     def kind(self) -> str:

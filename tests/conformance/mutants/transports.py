@@ -1247,3 +1247,10 @@ class FourReaders(EchoTransport):
         super().progress()
         for reader in [r for r in self._readers if r.reader][4:]:
             reader.sock.close()
+
+
+@caught_by("test_the_classes_exist_and_have_the_methods", r"there is no method \w+\.map")
+class MapsByItsWordAlone(EchoTransport):
+    """Says that it maps, and has none of the methods."""
+
+    properties = replace(EchoTransport.properties, maps=True)

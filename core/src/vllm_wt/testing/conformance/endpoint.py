@@ -15,6 +15,7 @@ from vllm_wt import registry
 from vllm_wt.deadline import Deadline
 from vllm_wt.testing import unpickling
 from vllm_wt.testing.conformance.content import content, digest
+from vllm_wt.testing.conformance.memory import zeros
 from vllm_wt.testing.conformance.resources import listening, resources
 from vllm_wt.transport import Copy
 
@@ -29,7 +30,8 @@ class Endpoint:
         backend: Whose Transport.
         name: Of the endpoint.
         device: Of its buffers.
-        serve: Whether a thread calls ``progress``, as it does in a trainer.
+        serve: Whether it is an owner: a thread calls ``progress``, as it does in a trainer, and what
+            it holds can be exposed.
     """
 
     def __init__(self, backend: str, name: str, device: str, serve: bool) -> None:
@@ -37,6 +39,9 @@ class Endpoint:
         self._device = torch.device(device)
         self._lock = threading.Lock()
         self._buffers: dict[str, list[torch.Tensor]] = {}
+        self._fixed: set[str] = set()
+        """Buffers that could not be resized before they were registered either."""
+        self._owns = serve
         self._regions: dict[str, Any] = {}
         self._plans: dict[str, Any] = {}
         self._passes: dict[str, Any] = {}
@@ -74,15 +79,33 @@ class Endpoint:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def hold(self, key: str, sizes: list[int], seed: int | None = None) -> None:
-        """Make and register buffers: content from the seed, the next one's from the next, or zeros."""
-        self._buffers[key] = [
-            content(nbytes, seed + index).to(self._device)
-            if seed is not None
-            else torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-            for index, nbytes in enumerate(sizes)
-        ]
+    def hold(
+        self, key: str, sizes: list[int], seed: int | None = None, form: str | None = None
+    ) -> None:
+        """Make and register buffers: content from the seed, the next one's from the next, or zeros.
+
+        Args:
+            key: Name of the buffers.
+            sizes: Of each.
+            seed: Of the first.
+            form: See `memory.zeros`; by default an owner's can be exposed.
+        """
+        self._make(key, sizes, form)
+        if seed is not None:
+            for index, buffer in enumerate(self._buffers[key]):
+                buffer.copy_(content(buffer.numel(), seed + index))
+            self._synchronize()
         self.register(key)
+
+    def _make(self, key: str, sizes: list[int], form: str | None = None) -> None:
+        if form is None:
+            form = "allocated" if self._owns and self._transport.properties.maps else "private"
+        # Of the class, as core calls it.
+        allocate = getattr(type(self._transport), "allocate", None)
+        buffers = self._buffers[key] = zeros(form, sizes, self._device, allocate)
+        self._fixed.discard(key)
+        if not all(buffer.untyped_storage().resizable() for buffer in buffers):
+            self._fixed.add(key)
 
     def register(self, key: str) -> None:
         """Register buffers that are made."""
@@ -110,8 +133,9 @@ class Endpoint:
 
     def offload(self, key: str) -> None:
         """Free the buffers' memory as trainers do that have it moved elsewhere."""
-        for buffer in self._buffers[key]:
-            buffer.untyped_storage().resize_(0)
+        if key not in self._fixed:
+            for buffer in self._buffers[key]:
+                buffer.untyped_storage().resize_(0)
 
     def write(self, key: str, seed: int) -> None:
         """New content in the same memory."""
@@ -130,7 +154,7 @@ class Endpoint:
 
     def hold_large(self, key: str, nbytes: int) -> None:
         """Make and register one buffer of whatever the memory holds; pages are there once used."""
-        self._buffers[key] = [torch.empty(nbytes, dtype=torch.uint8, device=self._device)]
+        self._make(key, [nbytes])
         self.register(key)
 
     def write_part(self, key: str, offset: int, nbytes: int, seed: int) -> None:
@@ -205,6 +229,15 @@ class Endpoint:
             handle = self._transport.expose(self._regions[key], generation)
         return base64.b64encode(handle).decode()
 
+    def exposable(self, key: str) -> list[bool]:
+        """What the transport says of each buffer, as it is, and as a tensor of another form over it."""
+        exposable = type(self._transport).exposable
+        return [
+            bool(exposable(form))
+            for buffer in self._buffers[key]
+            for form in (buffer, buffer.view(torch.int8), buffer[-1:].view(1, 1).detach())
+        ]
+
     def revoke(self, generation: int) -> None:
         self.check_serving()
         with self._lock:
@@ -277,6 +310,31 @@ class Endpoint:
     def notify(self, owner: str, ticket: int) -> None:
         with self._lock:
             self._transport.notify(owner, ticket)
+
+    # -- the reader of an owner that it maps ---------------------------------------------------
+
+    def is_near(self, handle: str) -> bool:
+        is_near = type(self._transport).is_near
+        return bool(is_near(base64.b64decode(handle), self._device))
+
+    def map(self, key: str, owner: str) -> None:
+        """Have an owner's buffers as buffers of our own."""
+        with self._lock:
+            self._buffers[key] = list(self._transport.map(owner))
+
+    def forms(self, key: str) -> list[list[Any]]:
+        """Of each buffer dtype, shape and kind of device, and whether it is contiguous."""
+        return [
+            [str(each.dtype), list(each.shape), each.device.type, each.is_contiguous()]
+            for each in self._buffers[key]
+        ]
+
+    def check(self, owner: str) -> None:
+        with self._lock:
+            self._transport.check(owner)
+
+    def maps(self) -> bool:
+        return bool(self._transport.properties.maps)
 
     # -- the end -------------------------------------------------------------------------------
 

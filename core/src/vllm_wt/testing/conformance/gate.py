@@ -18,6 +18,7 @@ CHECK = "test_"
 """What the name of a check begins with."""
 _CAPABILITY = "wt_capability"
 _KIND = "wt_kind"
+_MAPS = "wt_maps"
 
 
 def needs(capability: Capability) -> Callable[[F], F]:
@@ -36,6 +37,18 @@ def transports_only(checks: C) -> C:
         if name.startswith(CHECK):
             setattr(check, _KIND, Kind.TRANSPORT)
     return checks
+
+
+def mapping_only(checks: C) -> C:
+    """A class of checks for Transports that are a `vllm_wt.transport.MappingTransport`."""
+    for name, check in vars(checks).items():
+        if name.startswith(CHECK):
+            setattr(check, _MAPS, True)
+    return transports_only(checks)
+
+
+def is_of_mapping(check: Any) -> bool:
+    return getattr(check, _MAPS, False)
 
 
 def why_not(check: Any, spec: BackendSpec) -> str | None:

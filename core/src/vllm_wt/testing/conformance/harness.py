@@ -190,8 +190,10 @@ class Harness:
 
     # -- syncs ---------------------------------------------------------------------------------
 
-    def trainer(self, kind: str = "few", seed: int = 1, **options: Any) -> Process:
-        """A trainer's process; see `content` for the kinds of tensors."""
+    def trainer(
+        self, kind: str = "few", seed: int = 1, *, in_place: bool = False, **options: Any
+    ) -> Process:
+        """A trainer's process; see `content` for the kinds of tensors, `trainer` for the rest."""
         trainer = Process(
             self._forker,
             "trainer",
@@ -202,6 +204,7 @@ class Harness:
             kind=kind,
             seed=seed,
             options={**self.options, **options},
+            in_place=in_place,
         )
         self._processes.append(trainer)
         return trainer
@@ -227,9 +230,12 @@ class Harness:
         at_once(workers, "join", _AGREEMENT_S)
         return workers
 
-    def sync(self, workers: int = 1, kind: str = "few", seed: int = 1) -> Sync:
+    def sync(
+        self, workers: int = 1, kind: str = "few", seed: int = 1, *, in_place: bool = False
+    ) -> Sync:
         """A trainer and an engine, connected."""
-        sync = Sync(self.trainer(kind, seed), self.workers(workers), kind)
+        trainer = self.trainer(kind, seed, in_place=in_place)
+        sync = Sync(trainer, self.workers(workers), kind)
         sync.connect()
         return sync
 
@@ -282,6 +288,7 @@ class Sync:
             self.on_workers("finish", seconds)
         except WeightTransferError:
             with suppress(WeightTransferError):  # the one that is under way is to be told
+                self.trainer.withdraw()
                 self.step("abort", seconds)
             raise
         finally:
@@ -297,6 +304,7 @@ class Sync:
         """A round that is opened and given up."""
         self.begin()
         self.open()
+        self.trainer.withdraw()
         self.step("abort")
         self.trainer.pause()
 

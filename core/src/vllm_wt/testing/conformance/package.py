@@ -9,7 +9,7 @@ from typing import Any
 from vllm_wt import registry
 from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
 from vllm_wt.spec import Kind
-from vllm_wt.transport import Transport
+from vllm_wt.transport import MappingTransport, Transport
 
 
 class Package:
@@ -26,7 +26,11 @@ class Package:
         """What the classes lack to be called as the contract says."""
         spec = self._spec
         if spec.kind is Kind.TRANSPORT:
-            return list(self._problems(str(spec.transport), Transport))
+            path = str(spec.transport)
+            return [
+                *self._problems(path, Transport),
+                *(self._problems(path, MappingTransport) if self.maps() else ()),
+            ]
         return [
             *self._problems(str(spec.worker), WeightTransferEngine),
             *self._problems(str(spec.trainer), TrainerWeightTransferEngine),
@@ -37,6 +41,12 @@ class Package:
         path = str(self._spec.transport)
         return sorted(registry.resolve(path, backend=self._spec.name).properties.memory)
 
+    def maps(self) -> bool:
+        """Whether a Transport says that readers can map an owner's memory."""
+        path = str(self._spec.transport)
+        cls = registry.resolve(path, backend=self._spec.name)
+        return bool(getattr(getattr(cls, "properties", None), "maps", False))
+
     def _problems(self, path: str, contract: type[Any]) -> Iterator[str]:
         cls = registry.resolve(path, backend=self._spec.name)
         if self._spec.kind is Kind.ENGINE:
@@ -46,11 +56,15 @@ class Package:
             if missing := sorted(getattr(cls, "__abstractmethods__", ())):
                 yield f"{path} lacks {missing}"
         for name, method in vars(contract).items():
-            if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+            # Each Protocol has an __init__, if only Python's own.
+            counts = name == "__init__" and contract is not MappingTransport
+            if isinstance(method, staticmethod):
+                yield from _differs(cls, name, method.__func__, static=True)
+            elif inspect.isfunction(method) and (counts or not name.startswith("_")):
                 yield from _differs(cls, name, method)
 
 
-def _differs(cls: Any, name: str, contract: Any) -> Iterator[str]:
+def _differs(cls: Any, name: str, contract: Any, *, static: bool = False) -> Iterator[str]:
     title = f"{getattr(cls, '__name__', cls)}.{name}"
     method = getattr(cls, name, None)
     if not callable(method):
@@ -60,9 +74,10 @@ def _differs(cls: Any, name: str, contract: Any) -> Iterator[str]:
     have = inspect.signature(method)
     args = [None for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
-    unbound = inspect.isfunction(inspect.getattr_static(cls, name))
+    if not static and not inspect.isfunction(inspect.getattr_static(cls, name)):
+        args = args[1:]
     try:
-        have.bind(*(args if unbound else args[1:]), **keywords)
+        have.bind(*args, **keywords)
     except TypeError as error:
         as_called = f"{name}{inspect.signature(contract)}"
         yield f"{title}{have} cannot be called as {as_called}: {error}"

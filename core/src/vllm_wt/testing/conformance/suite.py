@@ -14,6 +14,7 @@ from vllm_wt.testing.conformance.checks.failures import FailureChecks
 from vllm_wt.testing.conformance.checks.hygiene import HygieneChecks, TransportHygieneChecks
 from vllm_wt.testing.conformance.checks.infos import InfoChecks
 from vllm_wt.testing.conformance.checks.many import ManyChecks
+from vllm_wt.testing.conformance.checks.mapping import MappingChecks
 from vllm_wt.testing.conformance.checks.memory import MemoryChecks
 from vllm_wt.testing.conformance.checks.package import PackageChecks
 from vllm_wt.testing.conformance.checks.passes import PassChecks
@@ -21,11 +22,12 @@ from vllm_wt.testing.conformance.checks.peers import PeerChecks
 from vllm_wt.testing.conformance.checks.revoking import RevokingChecks
 from vllm_wt.testing.conformance.checks.rounds import RoundChecks
 from vllm_wt.testing.conformance.checks.tensors import TensorChecks
-from vllm_wt.testing.conformance.gate import why_not
-from vllm_wt.testing.conformance.harness import Harness
+from vllm_wt.testing.conformance.gate import is_of_mapping, why_not
+from vllm_wt.testing.conformance.harness import LONG_S, Harness
 from vllm_wt.testing.conformance.process import Forker
 
 _FORKER = pytest.StashKey[Forker]()
+_MAPS = pytest.StashKey[dict[str, bool]]()
 
 
 class BackendConformance(  # pytest runs the checks of the last one first
@@ -35,6 +37,7 @@ class BackendConformance(  # pytest runs the checks of the last one first
     RoundChecks,
     TensorChecks,
     InfoChecks,
+    MappingChecks,
     ManyChecks,
     PeerChecks,
     RevokingChecks,
@@ -73,9 +76,19 @@ class BackendConformance(  # pytest runs the checks of the last one first
             pytest.skip(reason)
         harness = self.harness_cls(name, _forker(request.config), device=device)
         try:
+            if is_of_mapping(request.function) and not _maps(request.config, harness):
+                pytest.skip("its properties.maps is false: readers do not map an owner's memory")
             yield harness
         finally:
             harness.close()
+
+
+def _maps(config: pytest.Config, harness: Harness) -> bool:
+    """What the class of the Transport says; looked up once."""
+    known = config.stash.setdefault(_MAPS, {})
+    if harness.backend not in known:
+        known[harness.backend] = harness.package().maps(within=LONG_S)
+    return known[harness.backend]
 
 
 def _forker(config: pytest.Config) -> Forker:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_wt import registry
 from vllm_wt.backends import trainer_engine
 from vllm_wt.deadline import Deadline
 from vllm_wt.packing import as_bytes
@@ -25,13 +26,24 @@ class Trainer:
         kind: Of the tensors; see `vllm_wt.testing.conformance.content`.
         seed: Of their values.
         options: Of the backend.
+        in_place: Whether the tensors are in memory of the Transport's ``allocate``.
     """
 
     def __init__(
-        self, backend: str, device: str, kind: str, seed: int, options: dict[str, Any]
+        self,
+        backend: str,
+        device: str,
+        kind: str,
+        seed: int,
+        options: dict[str, Any],
+        in_place: bool,
     ) -> None:
         self._device = torch.device(device)
         self._kind = kind
+        self._allocate: Any = None
+        if in_place:
+            path = str(registry.default().get(backend).spec.transport)
+            self._allocate = registry.resolve(path, backend=backend).allocate
         self._tensors = self._made(seed)
         self._source = StateDictSource(self._tensors)
         self._engine = trainer_engine(backend, self._source, **options)
@@ -42,9 +54,16 @@ class Trainer:
         self._sent: Deadline | None = None
 
     def _made(self, seed: int) -> dict[str, torch.Tensor]:
+        made = tensors(self._kind, seed)
+        if self._allocate is not None:
+            return {name: self._placed(tensor) for name, tensor in made.items()}
         if self._device.type == "cpu":
-            return tensors(self._kind, seed)
-        return {name: tensor.to(self._device) for name, tensor in tensors(self._kind, seed).items()}
+            return made
+        return {name: tensor.to(self._device) for name, tensor in made.items()}
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        place: torch.Tensor = self._allocate(tensor.nbytes, self._device)
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def write(self, seed: int) -> None:
         """New values in the same memory, as an optimizer writes them."""
@@ -113,6 +132,10 @@ class Trainer:
 
     def delivered(self) -> int:
         return self._engine.delivered()
+
+    def withdraw(self) -> None:
+        """The round has failed."""
+        self._engine.withdraw()
 
     def serve(self) -> None:
         """From now on, on a thread; as while workers connect or receive."""

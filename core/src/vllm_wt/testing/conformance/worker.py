@@ -14,6 +14,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from vllm_wt.backends import worker_engine
 from vllm_wt.engine import LoadWeights, WorkerContext
 from vllm_wt.info import InitInfo, UpdateInfo
+from vllm_wt.loading.apply import Kept
 from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.loading.staging import Staging
 from vllm_wt.manifest import Manifest
@@ -39,8 +40,11 @@ class _Model:
     def use(self, plan: LoadPlan, batches: Sequence[Sequence[str]] | None = None) -> None:
         """There is nothing to prepare."""
 
-    def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def check(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Any values will do."""
+
+    def require_awake(self) -> None:
+        """It never sleeps."""
 
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.weights = {name: tensor.clone() for name, tensor in weights}
@@ -90,7 +94,7 @@ class Worker:
         self.given = []
 
         def noted(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            received = list(weights)
+            received = weights if isinstance(weights, Kept) else list(weights)
             self.given.extend(name for name, _ in received)
             load_weights(received)
 

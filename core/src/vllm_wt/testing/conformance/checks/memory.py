@@ -38,7 +38,8 @@ class MemoryChecks:
         """WT-04"""
         owner, reader = harness.connected()
         assert reader.read("plan") == 100_000
-        for process, key in ((owner, "weights"), (reader, "arena")):
+        owner.hold("others", [1000], 1, "private")  # what a transport maps may be of a fixed size
+        for process, key in ((owner, "weights"), (owner, "others"), (reader, "arena")):
             process.unregister(key)
             process.offload(key)
 

@@ -69,8 +69,8 @@ class PassChecks:
         if memory_available() < _FOR_HUGE:
             pytest.skip("this host has less than 12 GiB of memory to spare")
         owner, reader = harness.owner(), harness.reader()
-        owner.hold_large("weights", _HUGE)
-        reader.hold_large("arena", _HUGE)
+        owner.hold_large("weights", _HUGE, within=LONG_S)
+        reader.hold_large("arena", _HUGE, within=LONG_S)
         places = (0, (2 << 30) - 500, (4 << 30) - 500, _HUGE - 1000)
         for seed, place in enumerate(places, start=1):
             owner.write_part("weights", place, 1000, seed)
