@@ -14,14 +14,41 @@ import torch
 from vllm_wt import registry
 from vllm_wt.clients.relay import RelayServer
 from vllm_wt.deadline import Deadline
-from vllm_wt.info import Verify
+from vllm_wt.info import Staging, Verify
+from vllm_wt.manifest import Manifest
+from vllm_wt.packing import Layout, meta_of
 from vllm_wt.pull import PullTrainer
 from vllm_wt.source import StateDictSource
 
-VERIFY: tuple[Verify, ...] = ("digest", "bytes")
-"""The ways of verifying that are measured."""
+SIDES: dict[str, tuple[Verify, Staging]] = {
+    "digest": ("digest", "device"),
+    "bytes": ("bytes", "device"),
+}
+"""What is measured of a backend: how it verifies, and where the worker receives."""
+MAPPED: dict[str, tuple[Verify, Staging]] = {
+    "digest": ("digest", "auto"),
+    "bytes": ("bytes", "auto"),
+    "received": ("bytes", "device"),
+}
+"""The same of one whose workers map the trainer's memory."""
 _POLL_S = 0.001
 _ROUND_S = 120.0
+
+
+def sides_of(transport: Any) -> dict[str, tuple[Verify, Staging]]:
+    """What is measured of a backend with this Transport."""
+    return MAPPED if transport.properties.maps else SIDES
+
+
+def _exposable(
+    state: dict[str, torch.Tensor], transport: Any, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The same tensors in memory that workers can map, as those of a trainer on their GPU are."""
+    layout = Layout(Manifest(tuple(meta_of(name, tensor) for name, tensor in state.items())))
+    views = dict(layout.views(transport.allocate(layout.nbytes, device)))
+    for name, tensor in state.items():
+        views[name].copy_(tensor)
+    return views
 
 
 class Owner:
@@ -30,20 +57,23 @@ class Owner:
     def __init__(self, config: dict[str, Any]) -> None:
         self._device = torch.device(config["device"])
         numel = config["nbytes"] // config["tensors"] // 2
+        backend = config["backend"]
+        transport: Any = registry.resolve(config["transport"], backend=backend)
         self._state = {
             f"w{index}": torch.randn(numel, device=self._device).to(torch.bfloat16)
             for index in range(config["tensors"])
         }
-        backend = config["backend"]
+        if transport.properties.maps:
+            self._state = _exposable(self._state, transport, self._device)
         self.trainers = {
-            verify: PullTrainer(
+            side: PullTrainer(
                 StateDictSource(self._state),
                 backend=backend,
-                transport_cls=registry.resolve(config["transport"], backend=backend),
+                transport_cls=transport,
                 verify=verify,
-                staging="device",
+                staging=staging,
             )
-            for verify in VERIFY
+            for side, (verify, staging) in sides_of(transport).items()
         }
         self._sending: threading.Thread | None = None
         self.raw = registry.resolve(config["baseline"], backend=backend)(
@@ -51,14 +81,14 @@ class Owner:
         )
         self._last = next(reversed(self._state.values()))
 
-    def describe(self, verify: Verify) -> dict[str, Any]:
-        return self.trainers[verify].describe(Deadline(_ROUND_S)).to_wire()
+    def describe(self, side: str) -> dict[str, Any]:
+        return self.trainers[side].describe(Deadline(_ROUND_S)).to_wire()
 
-    def publish(self, verify: Verify, version: int) -> dict[str, Any]:
+    def publish(self, side: str, version: int) -> dict[str, Any]:
         """Publish, and send on a thread, so that the reader can begin."""
         self._last.fill_(version)
         deadline = Deadline(_ROUND_S)
-        trainer = self.trainers[verify]
+        trainer = self.trainers[side]
         trainer.publish(version, deadline)
         self._sending = threading.Thread(
             target=trainer.send, args=(1, deadline, lambda: None), daemon=True
