@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -104,6 +104,66 @@ class MemoryTransport:
         self.closed = True
 
 
+class MappingFabric(MemoryFabric):
+    """One whose readers have the owners' memory; its rules may be changed at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[torch.Tensor] = []
+        self.exposable: Callable[[torch.Tensor], bool] = lambda tensor: True
+        self.mapped: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
+        """From an owner's buffers to what readers get for them."""
+        self.check_error: Exception | None = None
+        self.must_poll = False
+        """Whether owners let readers in by ``progress`` alone."""
+
+
+class MappingTransport(MemoryTransport):
+    """A MappingTransport that maps within this process: readers get the owner's own tensors."""
+
+    fabric: MappingFabric
+    properties = TransportProperties(maps=True)
+
+    polls = 0
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: torch.device) -> torch.Tensor:
+        cls.fabric.allocated.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        return cls.fabric.allocated[-1]
+
+    @classmethod
+    def exposable(cls, tensor: torch.Tensor) -> bool:
+        assert tensor.is_contiguous()
+        assert tensor.numel()
+        return cls.fabric.exposable(tensor)
+
+    def open(self, owner: str, generation: int, handle: bytes, deadline: Deadline) -> None:
+        super().open(owner, generation, handle, deadline)
+        self.check(owner)
+        name, _ = self._open[owner]
+        (its,) = (endpoint for endpoint in self.fabric.endpoints if endpoint.name == name)
+        assert isinstance(its, MappingTransport)
+        before = its.polls
+        while self.fabric.must_poll and its.polls == before:
+            deadline.check(f"{name} lets nobody in", where="open")
+            deadline.wait(0.001)
+
+    def progress(self) -> None:
+        self.polls += 1
+
+    def map(self, owner: str) -> list[torch.Tensor]:
+        return self.fabric.mapped(self.fabric.exposed[self._open[owner]])
+
+    def check(self, owner: str) -> None:
+        if self.fabric.check_error is not None:
+            raise self.fabric.check_error
+        name, _ = self._open[owner]
+        if any(endpoint.name == name and endpoint.closed for endpoint in self.fabric.endpoints):
+            raise PeerDead(f"{name} has gone")
+        if self._open[owner] not in self.fabric.exposed:
+            raise Revoked("not exposed any more")
+
+
 class DictLoader:
     """A model that is a dictionary."""
 
@@ -122,6 +182,9 @@ class DictLoader:
     def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         return None
 
+    def require_awake(self) -> None:
+        return None
+
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self.fail is not None:
             raise self.fail
@@ -138,6 +201,18 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> MemoryFabric:
 @pytest.fixture
 def transport_cls(fabric: MemoryFabric) -> type[MemoryTransport]:
     return MemoryTransport
+
+
+@pytest.fixture
+def mapping_fabric(monkeypatch: pytest.MonkeyPatch) -> MappingFabric:
+    fabric = MappingFabric()
+    monkeypatch.setattr(MappingTransport, "fabric", fabric, raising=False)
+    return fabric
+
+
+@pytest.fixture
+def mapping_cls(mapping_fabric: MappingFabric) -> type[MappingTransport]:
+    return MappingTransport
 
 
 @pytest.fixture

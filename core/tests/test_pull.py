@@ -51,6 +51,9 @@ class Columns:
     def check(self, weights: Any) -> None:
         return None
 
+    def require_awake(self) -> None:
+        return None
+
     def apply(self, weights: Any) -> None:
         self.given = dict(weights)
         self.writes.run(self.given)

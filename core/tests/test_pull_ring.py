@@ -423,7 +423,7 @@ def test_the_itinerary_brings_every_byte(exposure, cut, chunk, most, seed):
                 for copy in part.copies:
                     if copy.target != ARENA:
                         if copy.target == SIGNALS:
-                            assert (copy.source, copy.nbytes) == (exposure.signals, 16)
+                            assert (copy.source, copy.nbytes) == (exposure.signals, 24)
                             continue
                         assert (copy.target, copy.source) == (DIGESTS, exposure.digests)
                         first, count = exposure.digests_of(stop.bucket)

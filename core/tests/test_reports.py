@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from vllm_wt import methods
 from vllm_wt.bridge import gate
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import WorkerContext
@@ -25,7 +26,7 @@ from vllm_wt.errors import (
 from vllm_wt.link import EngineLink
 from vllm_wt.pull import PullEngine, PullTrainer
 from vllm_wt.ranks import SingleRank
-from vllm_wt.reports import METHOD, WorkerReport, decoded
+from vllm_wt.reports import WorkerReport, decoded
 from vllm_wt.round import WorkerRound
 from vllm_wt.source import as_source
 
@@ -170,7 +171,7 @@ def test_a_worker_says_where_it_receives_and_why(transport_cls, loader, staging)
     context = WorkerContext(backend="memory", device=torch.device("cpu"), rank=0, size=1)
     engine = PullEngine(context, transport_cls)
     worker = WorkerRound(engine, loader, SingleRank())
-    before = {"staging": "device", "why": "nothing is received yet"}
+    before = {"owner": "", "staging": "device", "why": "nothing is received yet"}
     assert engine.report() == before | {"arena_nbytes": 0, "needed_nbytes": 0}
     source = as_source({"a": torch.arange(3000.0)})
     trainer = PullTrainer(source, backend="memory", transport_cls=transport_cls, staging=staging)
@@ -236,7 +237,7 @@ def worker(monkeypatch):
 
 def test_a_worker_with_our_engine_passes_its_report_on(worker):
     worker.weight_transfer_engine = Engine({"rank": 0, "pair": (1, 2)})
-    assert getattr(worker, METHOD)() == {"rank": 0, "pair": [1, 2]}
+    assert getattr(worker, methods.REPORT)() == {"rank": 0, "pair": [1, 2]}
 
 
 @pytest.mark.parametrize("attributes", [{}, {"weight_transfer_engine": None}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from vllm_wt.errors import (
     WeightTransferError,
     WrongOrder,
 )
-from vllm_wt.exposed import Exposed, same_memory
+from vllm_wt.exposed import Exposed
 from vllm_wt.session import WeightSync
 from vllm_wt.source import StateDictSource
 
@@ -121,11 +120,11 @@ def test_memory_that_moved_is_exposed_anew(connect, engine, loader, fabric):
 
 def test_memory_that_was_freed_is_other_memory_at_the_same_address_too():
     tensor = torch.ones(24)
-    former = [Exposed.of(tensor)]
-    again = [replace(former[0], memory=torch.ones(96, dtype=torch.uint8))]
-    assert same_memory(former, again)
+    former, again = Exposed([tensor]), Exposed([tensor])
+    again.memory = [torch.ones(96, dtype=torch.uint8)]
+    assert former.has_same_memory(again)
     tensor.untyped_storage().resize_(0)
-    assert not same_memory(former, again)
+    assert not former.has_same_memory(again)
 
 
 def test_memory_that_could_not_be_registered_is_tried_again(

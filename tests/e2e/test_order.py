@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vllm_wt import WeightSync
-from vllm_wt.delivery import _serving
 from vllm_wt.errors import Aborted, InvalidInfo, WrongOrder, from_text
+from vllm_wt.serving import serving
 from vllm_wt.testing.models import random_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -118,7 +118,7 @@ def test_releasing_the_trainer_in_the_middle_of_a_round(engine, sync):
 
 def test_init_twice(engine, sync):
     _commits(engine, sync, 1)
-    with _serving(sync._trainer):
+    with serving(sync._trainer):
         engine.init(sync._trainer.describe(_deadline()).to_wire())
     assert sync.status()[0].version == 1
     _commits(engine, sync, 2)

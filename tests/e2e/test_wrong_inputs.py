@@ -16,7 +16,6 @@ import torch
 
 from vllm_wt import WeightSync
 from vllm_wt.deadline import Deadline
-from vllm_wt.delivery import _serving
 from vllm_wt.errors import (
     Aborted,
     CorruptTransfer,
@@ -31,6 +30,7 @@ from vllm_wt.errors import (
 )
 from vllm_wt.info import Handle
 from vllm_wt.manifest import Manifest, TensorMeta
+from vllm_wt.serving import serving
 from vllm_wt.source import PairsSource
 from vllm_wt.testing.models import random_model, randomize, save_checkpoint
 
@@ -281,7 +281,7 @@ def test_order(host, trainer, calls, error_cls, said):
 def test_handle(host, trainer, spoil, error_cls, said):
     info = trainer.init_info() | {"session": "garbage", "handle": spoil(trainer), "deadline_s": 5.0}
     digests = host.checksums()
-    with _serving(trainer.sync._trainer), pytest.raises(error_cls) as error:
+    with serving(trainer.sync._trainer), pytest.raises(error_cls) as error:
         host.call(INIT, info)
     assert said in str(error.value)
     assert error.value.backend == "rdma"
@@ -301,7 +301,7 @@ def test_a_handle_outside_what_was_exposed(host, trainer):
     )
     buffers = [b | {"address": b["address"] + (1 << 40)} for b in fields["buffers"]]
     info = trainer.init_info() | {"session": "garbage", "handle": trainer.handle(buffers=buffers)}
-    with _serving(trainer.sync._trainer), pytest.raises(WeightTransferError) as error:
+    with serving(trainer.sync._trainer), pytest.raises(WeightTransferError) as error:
         host.call(INIT, info | {"deadline_s": 5.0})
     assert error.value.backend == "rdma"
     host.assert_in_step()

@@ -51,6 +51,20 @@ def test_bytes_of_every_size_and_place(shift):
 
 
 @pytest.mark.usefixtures("way")
+def test_columns_and_transposed_parts():
+    """As tensor parallelism cuts them; of some the runs are long, of others short."""
+    whole = torch.randn(64, 3000, device="cuda")
+    sources = [whole[:, 500:1500], whole[:, 1:1001], whole[::2, 700:1700], whole[:, ::3], whole.t()]
+    sources += [whole.view(8, 8, 3000)[:, 2:5, :999].transpose(0, 1)]
+    pairs = [(torch.zeros(s.shape, device="cuda"), s) for s in sources]
+    into = torch.zeros(64, 2000, device="cuda")
+    pairs.append((into[:, 1000:], whole[:, :1000]))
+    Copies(pairs).run()
+    assert all(torch.equal(to, source) for to, source in pairs)
+    assert not into[:, :1000].any()
+
+
+@pytest.mark.usefixtures("way")
 def test_through_one_buffer_in_every_dtype():
     tensors = {}
     for number, (name, dtype) in enumerate(DTYPES.items()):

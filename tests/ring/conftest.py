@@ -78,12 +78,12 @@ class Process:
 class Forker:
     """Where processes come from."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: Path = SCRIPT) -> None:
         self._folder = folder
         self._processes: list[Process] = []
         self._trainers: dict[int, Trainer] = {}
         self._parent = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
+            [sys.executable, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -34,6 +34,9 @@ class Weights:
     def check(self, weights):
         return None
 
+    def require_awake(self) -> None:
+        return None
+
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         weights = list(weights)
         self.places = {name: tensor.data_ptr() for name, tensor in weights}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -14,7 +14,6 @@ from vllm_wt.engine import Sender, TrainerWeightTransferEngine
 from vllm_wt.errors import Superseded, TransportError, WeightTransferError
 from vllm_wt.link import EngineLink, Stages
 from vllm_wt.serving import Serving, reading
-from vllm_wt.serving import serving as _serving
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,9 @@ class Delivery:
     A failure before the first commit leaves every engine its old weights. From there on each engine
     is on its own: one that fails does not keep the others from their commit. A step that fails is the
     last: by then the round is given up, and the trainer's side is settled.
+
+    One engine that generates nothing meanwhile, and a version that can be received at once: then all of
+    it is one call, in ``end``.
 
     Each step raises the WeightTransferError of the first engine that failed, or of the trainer's side.
     Its ``cure`` also names the engines that stay paused.
@@ -69,8 +71,9 @@ class Delivery:
         self._overlap = overlap
         known = [link.workers for link in links if link.workers is not None]
         self._readers = sum(known) if len(known) == len(links) else None
-        self._until_closed = ExitStack()
         self._over = False
+        self._at_once = False
+        """Whether the round is one call."""
         self._serving: Serving | None = None
         self._sender: Sender | None = None
         self.published_s = 0.0
@@ -85,11 +88,19 @@ class Delivery:
             self.published_s = time.perf_counter() - began
             for link in self._links:
                 link.begin()
-            # The trainer serves until every round is closed, a failed one too: with UCX over TCP a
-            # reader that goes away can abort an owner that does not poll.
-            self._serving = self._until_closed.enter_context(_serving(self._trainer))
+            self._serving = Serving(self._trainer)
             with self._serving.blamed():
-                self._open()
+                if not self._overlap:
+                    for link in self._links:
+                        link.pause_first(self._deadline)
+                self._at_once = self._can_be_at_once()
+                # It has nothing to serve where all is there for the one engine that knows where. Else
+                # until every round is closed, a failed one too: with UCX over TCP a reader that goes
+                # away can abort an owner that does not poll.
+                if not (self._at_once and self._links[0].knows_where):
+                    self._serving.start()
+                if not self._at_once:
+                    self._open()
             self._watch = _Watch(self._serving, self._links, self._deadline)
 
     def send(self) -> None:
@@ -125,10 +136,7 @@ class Delivery:
                 if self._sender is not None:
                     with reading("end"):
                         self._sender.end()
-                self._seal(self._serving)
-            for link in self._links:
-                link.pause()
-            self._commit()
+                self._load(self._serving)
         self._stop_serving()
         self._over = True
         self._settle()
@@ -145,6 +153,7 @@ class Delivery:
         replaced = None
         try:
             if self._serving is not None:
+                self._withdraw()
                 try:
                     replaced = self._close_rounds(error)
                     self._let_go(replaced or error)
@@ -175,8 +184,15 @@ class Delivery:
             yield
 
     def _stop_serving(self) -> None:
-        self._serving = None
-        self._until_closed.close()
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.stop()
+
+    def _withdraw(self) -> None:
+        try:
+            self._trainer.withdraw()
+        except Exception:  # what failed first is what is reported
+            logger.exception("vllm-wt: the trainer's side could not withdraw what it had published")
 
     def _settle(self) -> None:
         try:
@@ -190,12 +206,27 @@ class Delivery:
                 cure="see the cause, in the source or in the backend; every engine has the new weights",
             ) from error
 
+    def _can_be_at_once(self) -> bool:
+        return self._trainer.at_once and len(self._links) == 1 and self._links[0].at_once
+
+    def _load(self, serving: Serving) -> None:
+        """From what is published and sent to new weights in every engine."""
+        if self._at_once:
+            (link,) = self._links
+            if link.run_round(self._version, self._deadline):
+                link.resume()
+                return
+            self._at_once = False
+            serving.start()
+            self._open()
+        self._seal(serving)
+        for link in self._links:
+            link.pause()
+        self._commit()
+
     def _open(self) -> None:
         """The workers of every engine receive."""
         deadline = self._deadline
-        if not self._overlap:
-            for link in self._links:
-                link.pause_first(deadline)
         for link in self._links:
             if link.streams:
                 link.pause_first(deadline)

@@ -29,6 +29,7 @@ import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -102,6 +103,24 @@ class WeightTransferEngine(ABC, Generic[I, U]):
 
         Returns only when all bytes have landed; raises when they cannot.
         """
+
+    def require_kept(self) -> None:
+        """See that the staged tensors are what they were when they were handed over.
+
+        Called before all ranks agree to commit. An engine whose memory is its own has nothing to do.
+
+        Raises:
+            WeightTransferError: They are not.
+        """
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Around the commit, on the same tensors.
+
+        Raises:
+            WeightTransferError: On leaving, they have changed meanwhile, and the model may have been
+                loaded from something else.
+        """
+        return nullcontext()
 
     def finish_weight_update(self) -> None:
         """The staged tensors are in the model now; buffers may be reused."""
@@ -209,6 +228,21 @@ class TrainerWeightTransferEngine(ABC):
             where="begin",
             cure="use push",
         )
+
+    @property
+    def at_once(self) -> bool:
+        """Whether workers can receive all of a version in one call, once it is published and sent."""
+        return False
+
+    def withdraw(self) -> None:  # noqa: B027
+        """What was published may not be loaded any more: its round has failed."""
+
+    def require_kept(self) -> None:  # noqa: B027
+        """Called after an engine's commit, which may have read the trainer's own memory.
+
+        Raises:
+            WeightTransferError: That was written to or freed meanwhile: the engine may mix versions.
+        """
 
     def settle(self) -> None:  # noqa: B027
         """The round is over, well or not; called once after each ``publish``, whatever became of it.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,53 +13,96 @@ from vllm_wt.loading.regions import extent
 from vllm_wt.packing import as_bytes
 
 
-@dataclass(frozen=True, eq=False)
 class Exposed:
-    """A tensor that readers may read, and where it was when it was exposed.
+    """Tensors that readers may read, and where they were when they were exposed.
+
+    Looked at several times a round: nothing here is done in Python for each of them.
 
     Args:
-        buffer: The tensor, contiguous.
-        memory: Its bytes. Keeps the memory from being freed under a reader, and from being given
-            to another tensor, when the buffer gets other storage.
-        place: Its address then.
-        writes: What `writes_to` said then.
+        buffers: Contiguous tensors.
+
+    Attributes:
+        memory: Their bytes. Keeps the memory from being freed under a reader, and from being given
+            to another tensor, when a buffer gets other storage.
     """
 
-    buffer: torch.Tensor
-    memory: torch.Tensor
-    place: int
-    writes: int | None
-    _storage: torch.UntypedStorage
-    _needed: int
-    """Bytes of the storage that the tensor reaches to."""
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = list(buffers)
+        self.memory = [as_bytes(buffer) for buffer in self.buffers]
+        self._places = _places(self.buffers)
+        self._storages = [memory.untyped_storage() for memory in self.memory]
+        self._needed = [int(m.storage_offset()) + m.numel() for m in self.memory]
+        # Autograd counts how often a tensor was written to, but not one of inference.
+        self._counted = [buffer for buffer in self.buffers if not buffer.is_inference()]
+        self.look()
 
-    @classmethod
-    def of(cls, buffer: torch.Tensor) -> Exposed:
-        memory = as_bytes(buffer)
-        needed = int(memory.storage_offset()) + memory.numel()
-        place = buffer.data_ptr()
-        return cls(buffer, memory, place, writes_to(buffer), memory.untyped_storage(), needed)
+    def look(self) -> None:
+        """What has been written to the buffers until now is no change."""
+        self._writes = [buffer._version for buffer in self._counted]
+
+    def has_same_memory(self, other: Exposed) -> bool:
+        """Whether what was registered is what would be; memory that was freed is other memory, even
+        where the allocator has given out the same address again."""
+        still = _places(self.memory) == self._places and self._has_memory
+        return still and self._places == other._places
+
+    def require_kept(self, cure: str) -> None:
+        """See that nothing was freed, moved or written to.
+
+        Raises:
+            ManifestMismatch: Something was; ``cure`` says what to do.
+        """
+        if not self.in_place:
+            raise ManifestMismatch(
+                "A tensor was freed or resized while the workers were reading it",
+                where=_title(self.buffers, map(self._is_in_place, range(len(self.buffers)))),
+                expected="memory that stays until push returns",
+                got="other memory, or none",
+                cure=f"let push return before memory is freed or resized; {cure}",
+            )
+        writes = [buffer._version for buffer in self._counted]
+        if writes != self._writes:
+            raise ManifestMismatch(
+                "A tensor was written to while the workers were reading it",
+                where=_title(self._counted, map(operator.eq, writes, self._writes)),
+                expected="values that stay until push returns",
+                got="a change in place",
+                cure=f"let push return before the next training step; {cure}",
+            )
 
     @property
     def in_place(self) -> bool:
-        return self.buffer.data_ptr() == self.place and self.has_memory
+        """Whether the buffers are where they were, with their memory."""
+        return _places(self.buffers) == self._places and self._has_memory
 
     @property
-    def has_memory(self) -> bool:
-        """Whether the storage that was exposed has not been freed or cut since."""
-        return self._storage.nbytes() >= self._needed
+    def _has_memory(self) -> bool:
+        """Whether no storage that was exposed has been freed or cut since."""
+        sizes = map(torch.UntypedStorage.nbytes, self._storages)
+        return all(map(operator.ge, sizes, self._needed))
 
-    @property
-    def title(self) -> str:
-        return f"a tensor of {self.buffer.dtype} {list(self.buffer.shape)}"
+    def _is_in_place(self, index: int) -> bool:
+        place = self.buffers[index].data_ptr() == self._places[index]
+        return place and self._storages[index].nbytes() >= self._needed[index]
 
 
-def same_memory(former: list[Exposed], now: list[Exposed]) -> bool:
-    """Whether what was registered is what would be; memory that was freed is other memory, even
-    where the allocator has given out the same address again."""
-    return [exposed.place for exposed in former] == [exposed.place for exposed in now] and all(
-        exposed.memory.data_ptr() == exposed.place and exposed.has_memory for exposed in former
-    )
+def _title(buffers: list[torch.Tensor], are_right: Iterable[bool]) -> str:
+    """Of the first that is not."""
+    for buffer, is_right in zip(buffers, are_right, strict=True):
+        if not is_right:
+            return f"a tensor of {buffer.dtype} {list(buffer.shape)}"
+    return "one that has just come back"
+
+
+def _places(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def placed(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
+    """Where tensors are, and in which form: addresses, shapes, strides and dtypes."""
+    looks = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
+    dtypes = list(map(operator.attrgetter("dtype"), tensors))
+    return (*(list(map(look, tensors)) for look in looks), dtypes)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -71,11 +116,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-def writes_to(tensor: torch.Tensor) -> int | None:
-    """How often autograd says that it was written to; it does not count tensors of inference."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def require_memory(name: str, tensor: torch.Tensor) -> None:
     if not _has_memory(tensor):
         raise ManifestMismatch(
@@ -87,8 +127,8 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def require_one_device(buffers: list[torch.Tensor]) -> None:
-    devices = sorted({str(buffer.device) for buffer in buffers})
+def require_one_device(buffers: list[torch.Tensor], device: torch.device) -> None:
+    devices = sorted({str(device), *(str(buffer.device) for buffer in buffers)})
     if len(devices) > 1:
         raise ManifestMismatch(
             "The tensors of one trainer rank are on several devices",

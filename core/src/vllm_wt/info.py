@@ -249,20 +249,25 @@ class PullInitInfo(InitInfo):
 
     Args:
         handle: Where the buffers can be read; see `vllm_wt.pull.exposure` for what they are.
+        others: The same of the trainer's other ranks, each with memory of its own; a worker reads the
+            one that is near it.
         verify: What is compared before the commit.
         staging: Where the workers receive.
         packed: The tensors that come through the ring: index of a first one in the manifest, and how
             many.
         bucket_nbytes: Size of a buffer of the ring.
         slots: Most buffers of the ring.
+        mapped: Whether workers load all of it from where it is.
     """
 
     handle: Handle
+    others: tuple[Handle, ...] = ()
     verify: Verify = "bytes"
     staging: Staging = "auto"
     packed: tuple[tuple[Count, Count], ...] = ()
     bucket_nbytes: Count = 0
     slots: Count = 0
+    mapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +276,8 @@ class PullUpdateInfo(UpdateInfo):
 
     Args:
         handle: The new handle when memory moved since init or the last round.
+        others: With it, those of the trainer's other ranks.
     """
 
     handle: Handle | None = None
+    others: tuple[Handle, ...] = ()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from vllm_wt.bridge.register import names_in_vllm
-from vllm_wt.deadline import Deadline
+from vllm_wt.deadline import MAX_S, Deadline
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import (
     Aborted,
@@ -49,6 +49,9 @@ class WeightSyncClient(Protocol):
     - ``reports() -> list[dict[str, Any]] | None``: what each worker says of itself, by rank, as
       `vllm_wt.reports.WorkerReport` decodes it; None where it can't be asked. Of an engine with
       data parallel, the workers of one replica may be all that answer.
+    - ``run_round(update_info, weight_version) -> list[dict[str, float] | None] | None``: start, update
+      and finish in one call, for an engine that generates nothing meanwhile; from each worker the
+      seconds of ``wire`` and ``load``. None if it can't be done: then nothing has been.
     - ``idle_between_calls``: True if no forward pass can run while the caller is inside ``push``.
     - ``address``: a text that names the engine in errors.
     """
@@ -70,7 +73,8 @@ class Stages:
         start: The call that opens the round.
         wire: From the first byte asked for until every worker had all of them. What is counted are
             the workers of all engines: with several, it ends for each when all have.
-        verify: Until every rank of this engine had agreed that it has.
+        verify: Until every rank of this engine had agreed that it has; 0 where one call did it all,
+            which counts it as ``wire``, and what the call itself took as ``start``.
         load: The commit. An engine that is not paused cannot generate during this alone.
         confirm: The workers' word that they hold this version.
         stop: Pausing it; 0 without a pause.
@@ -113,6 +117,11 @@ class EngineLink:
         self._known = self._told = -1
         self.workers: int | None = None
         self._held: UpdateInfo | None = None
+        self._in_doubt = False
+        """Whether a round has begun and not come to a good end: its workers may connect anew."""
+        self._mixed = -1
+        """Ticket of a commit during which the trainer's memory has changed; the engine knows nothing
+        of that."""
         self._attempted: UpdateInfo | None = None
         self._answers = True
         self._replaced = False
@@ -198,6 +207,7 @@ class EngineLink:
             self._begin_receive(deadline)  # the refusal has left the round as it was
 
     def _begin_receive(self, deadline: Deadline) -> None:
+        self._in_doubt = True
         self._told = self._trainer.generation
         info = replace(self._info("open", deadline), paused=self._idle)
         if self._idle:
@@ -231,17 +241,85 @@ class EngineLink:
             try:
                 self._call("finish_weight_update", str(version))
             except WeightTransferError as error:
-                self.torn = self.torn or isinstance(error, TornModel)
-                if not self._answers:
-                    raise
-                with suppress(WeightTransferError):
-                    self.ask(deadline)
-                if self.torn or self._held is not self._attempted:
-                    raise
-                logger.warning("vllm-wt: %s has committed, though it said: %s", self.title, error)
+                self._require_committed(error, deadline)
                 return
         with self._timed("confirm"):
             self._confirm(self._attempted, deadline)
+        self._require_kept()
+        self._in_doubt = False
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a round can be one call."""
+        return self._idle and callable(getattr(self.client, "run_round", None))
+
+    @property
+    def knows_where(self) -> bool:
+        """Whether its workers have been told where the weights are."""
+        return self._known == self._trainer.generation and not self._in_doubt
+
+    def run_round(self, version: int, deadline: Deadline) -> bool:
+        """The whole round in one call; False where the engine can't, which has done nothing then.
+
+        After an error the engine has its old weights, unless just the answer got lost, or the commit
+        failed in the middle: :meth:`ask` tells.
+        """
+        self._told = self._trainer.generation
+        self._in_doubt = True
+        info = replace(self._info("all", deadline), paused=True)
+        self._attempted = self._info("confirm", deadline)
+        self.whole = None
+        began = time.perf_counter()
+        try:
+            told = self._call_round(info, version, deadline)
+        except WeightTransferError as error:
+            self._require_committed(error, deadline)
+            return True
+        if told is None:
+            return False
+        took = time.perf_counter() - began
+        self._known = self._told
+        if isinstance(told, list) and told and all(isinstance(each, dict) for each in told):
+            self.torn, self.whole, self._held = False, True, self._attempted
+            for stage in ("wire", "load"):
+                self._seconds[stage] = min(took, max(_seconds(each, stage) for each in told))
+        else:  # not every worker says that it has done it
+            self._confirm(self._attempted, deadline)
+        self._seconds["start"] = max(0.0, took - self._seconds["wire"] - self._seconds["load"])
+        self._require_kept()
+        self._in_doubt = False
+        return True
+
+    def _call_round(self, info: UpdateInfo, version: int, deadline: Deadline) -> Any:
+        arguments = info.to_wire(), str(version)
+        try:
+            return self._call("run_round", *arguments)
+        except Superseded:
+            raise
+        except WrongOrder:  # a round was left open, as in `start`
+            self._update(self._info("abort", deadline))
+            return self._call("run_round", *arguments)
+
+    def _require_committed(self, error: WeightTransferError, deadline: Deadline) -> None:
+        """Raise ``error``, unless the engine holds what was attempted all the same."""
+        self.torn = self.torn or isinstance(error, TornModel)
+        if not self._answers:
+            raise error
+        with suppress(WeightTransferError):
+            self.ask(deadline)
+        if self.torn or self._held is not self._attempted:
+            raise error
+        logger.warning("vllm-wt: %s has committed, though it said: %s", self.title, error)
+
+    def _require_kept(self) -> None:
+        try:
+            self._trainer.require_kept()
+        except WeightTransferError as error:
+            error.engine = error.engine or self.title
+            assert self._attempted is not None
+            self._mixed = self._attempted.ticket
+            self.torn, self.whole = True, False
+            raise
 
     def give_up(self, deadline: Deadline) -> Superseded | None:
         """End a round that failed, if it is still open; Superseded if it is another trainer's by now.
@@ -380,7 +458,16 @@ class EngineLink:
         except TornModel:
             self.torn, self.whole = True, False
             raise
-        self.torn, self.whole, self._held = False, True, info
+        self._held = info
+        self.torn = info.ticket == self._mixed
+        self.whole = not self.torn
+        if self.torn:
+            raise TornModel(
+                "The trainer's memory has changed while the engine loaded it",
+                where="confirm",
+                engine=self.title,
+                cure="do not generate; push a full update",
+            )
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -450,3 +537,9 @@ class EngineLink:
             raise typed from error
         self._answers, self._replaced = True, False
         return result
+
+
+def _seconds(told: dict[str, Any], stage: str) -> float:
+    """What a worker says that a stage took; 0 where it says nothing that makes sense."""
+    seconds = told.get(stage)
+    return seconds if isinstance(seconds, float) and 0 <= seconds < MAX_S else 0.0

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from vllm_wt import registry
 from vllm_wt.bridge.register import names_in_vllm
 from vllm_wt.errors import CorruptTransfer, from_text
 
 Fact: TypeAlias = str | int | float | bool
-METHOD: Final = "vllm_wt_report"
-"""The name of a vLLM worker's method that ``collective_rpc`` is given."""
 _MOST_WORKERS = 1 << 14
 _MOST_FACTS = 64
 _MOST_CHARACTERS = 4096
@@ -33,9 +31,9 @@ class WorkerReport:
         torn: It mixes weights of two versions, and must not generate before a full push.
         state: Where it is within a round; ``"idle"`` between two.
         streams: A rank of this engine loads what it receives at once, so it is paused meanwhile.
-        facts: What its backend says of itself, by name. One over a Transport says ``staging``
-            (where it receives), ``why``, ``arena_nbytes`` (memory held for it) and ``needed_nbytes``
-            (what an update takes of that).
+        facts: What its backend says of itself, by name. One over a Transport says ``owner`` (the rank
+            of the trainer that it reads), ``staging`` (where it receives), ``why``, ``arena_nbytes``
+            (memory held for it) and ``needed_nbytes`` (what an update takes of that).
     """
 
     rank: int

@@ -40,7 +40,7 @@ from vllm_wt.errors import (
 )
 from vllm_wt.info import UpdateInfo
 from vllm_wt.loading.apply import ModelLoader
-from vllm_wt.loading.staging import Intake, Staging, Streaming
+from vllm_wt.loading.staging import Intake, Known, Staging, Streaming
 from vllm_wt.manifest import Manifest
 from vllm_wt.ranks import Ranks, Report
 from vllm_wt.receiving import Receive
@@ -90,11 +90,14 @@ class WorkerRound:
         self._streams = False
         """Whether any rank of this engine does."""
         self._staging: Staging | Streaming | None = None
+        self._known = Known()
         self._receive: Receive | None = None
         self._update: UpdateInfo | None = None
         self._committed = 0  # ticket of what this session has committed last
         self._steps = 0
         self.state = State.IDLE
+        self.has_agreed = False
+        """Whether the last step has succeeded on every rank."""
         self.torn = False
         self.version: int | None = None
         """The version that this worker has committed last."""
@@ -123,6 +126,7 @@ class WorkerRound:
         try:
             self._abandon("a new trainer connects")
             self._require_no_receive()
+            self._known = Known()
             assert plan is not None
             assert info is not None
             self._intake = self._engine.plan_receive(plan, info)
@@ -186,6 +190,8 @@ class WorkerRound:
         refused: WeightTransferError | None = None
         try:
             self._require_sealed()
+            self._engine.require_kept()
+            self._loader.require_awake()
         except Exception as caught:
             refused = self._typed(caught, "finish_weight_update")
         # A vote on the seal that some rank did not hear of must not end in a commit of the others.
@@ -197,7 +203,8 @@ class WorkerRound:
         self.torn = True  # until every rank has reported success
         try:
             if isinstance(self._staging, Staging):  # what was streamed is in already
-                self._loader.apply(self._staging.weights())
+                with self._engine.kept():
+                    self._loader.apply(self._staging.weights())
         except Exception as caught:
             logger.exception("vllm-wt: the commit of version %d failed", version)
             error = TornModel(
@@ -319,14 +326,15 @@ class WorkerRound:
         assert self._intake is not None
         staging: Staging | Streaming
         if self._intake.batches is None:
-            staging = Staging(self._intake.plan.manifest)
+            staging = Staging(self._intake.plan.manifest, self._known)
         else:
-            staging = Streaming(self._intake, self._loader, self._tear)
+            staging = Streaming(self._intake, self._loader, self._tear, self._known)
         self._update, self._staging = info, staging
         self._receive = Receive(
             lambda: self._engine.receive_weights(info, staging),
             self._thread_context,
             Deadline(info.deadline_s),
+            here=self._intake.at_hand and info.op == "all",
         )
         self.state = State.RECEIVING
 
@@ -440,10 +448,12 @@ class WorkerRound:
             seconds: That the other ranks may still take with theirs.
             spares: Errors for which nothing was done: a round that is open goes on.
         """
+        self.has_agreed = False
         reports = self._exchange(phase, error, seconds)
         self._streams = any(report.streams for report in reports)
         failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
         if not failed:
+            self.has_agreed = True
             return True
         first = from_facts(next(iter(failed.values())))
         if self._ranks.size > 1:
@@ -483,6 +493,7 @@ class WorkerRound:
         if self._receive is not None and self._receive.running:
             self._engine.abort_weight_update(reason)
             self._receive.join(_ABORT_S)
+        self._known = Known()
         self._reset()
 
     def _reset(self) -> None:

@@ -29,14 +29,18 @@ def reading(where: str) -> Iterator[None]:
 
 
 class Serving:
-    """The trainer's part of a transfer, on a thread."""
+    """The trainer's part of a transfer, on a thread from :meth:`start` on."""
 
     def __init__(self, trainer: TrainerWeightTransferEngine) -> None:
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._trainer = trainer
         self._thread = threading.Thread(target=self._main, name="vllm-wt-serve", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Serve from now on, if it doesn't yet."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _main(self) -> None:
         try:
@@ -70,13 +74,15 @@ class Serving:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(_JOIN_S)
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
 
 
 @contextmanager
 def serving(trainer: TrainerWeightTransferEngine) -> Iterator[Serving]:
     """The trainer's side serves from here to the end of the block."""
     part = Serving(trainer)
+    part.start()
     try:
         yield part
     finally:

@@ -25,8 +25,10 @@ from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
 from vllm_wt.delivery import Delivery
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder
+from vllm_wt.following import Leading, connect_together, follow, teamed
 from vllm_wt.link import EngineLink, Stages
 from vllm_wt.manifest import Manifest
+from vllm_wt.pull import TeamTrainer
 from vllm_wt.reports import WorkerReport
 from vllm_wt.serving import reading
 from vllm_wt.source import Announced, as_source
@@ -45,7 +47,7 @@ class PushResult:
         tensors: Number of tensors.
         gather_s: Seconds until what is there in full was readable.
         total_s: Seconds of the whole push.
-        engines: Stage times, by engine name.
+        engines: Stage times, by engine name; of a group of ranks, the first one has them.
     """
 
     version: int
@@ -130,19 +132,26 @@ class WeightSync:
         *,
         backend: str,
         source: Any,
+        group: Any = None,
         deadline_s: float = INIT_S,
         **options: Any,
     ) -> Self:
         """Connect to engines.
 
+        A trainer whose ranks each have all weights on a GPU that also has a worker connects on all of
+        them with ``group``: every worker reads the rank on its own GPU. All ranks make the same calls
+        of `connect` and `push`, as of a collective; the first one talks to the engines, and what fails
+        there is raised on all.
+
         Args:
             engines: A ``vllm.LLM``, the URL of a vLLM server, a client (`vllm_wt.clients`), or a
-                sequence of them.
+                sequence of them. In a group, what the first rank gives counts.
             backend: Name of an installed backend; the engines must run with the same.
             source: A module, plain or sharded by FSDP2, a mapping of names to tensors, a list of
                 pairs, a `SafetensorsSource`, or a ``WeightSource`` of vLLM's; see `as_source`. Where
                 making its tensors is a collective, the other ranks call `vllm_wt.source.take_part`
                 once for each `push`; nothing is made here. Or an `Announced`, for :meth:`begin`.
+            group: A ``torch.distributed`` process group of the trainer's ranks.
             deadline_s: Seconds for the whole of it.
             options: Options of the backend.
 
@@ -152,28 +161,35 @@ class WeightSync:
             WeightTransferError: What an engine or the fabric refused, typed.
         """
         deadline = _deadline(deadline_s)
-        weights = as_source(source)
-        clients, owned = as_clients(engines)
-        try:
-            with reading("connect"):
-                manifest = weights.manifest()
-                trainer = trainer_engine(backend, weights, **options)
-        except BaseException:
-            _close_all(owned)
-            raise
-        try:
-            links = [
-                EngineLink(client, trainer, f"engine{index}")
-                for index, client in enumerate(clients)
-            ]
-            for link in links:
-                link.connect(deadline)
-        except BaseException:
-            trainer.shutdown()
-            _close_all(owned)
-            raise
-        announces = isinstance(weights, Announced)
-        return cls(trainer, manifest, links, owned, announces=announces)
+        with teamed(group, deadline) as team:
+            weights = as_source(source)
+            announces = isinstance(weights, Announced)
+            if team is not None:
+                _require_values(announces)
+                options["team"] = team
+            leads = team is None or team.leads
+            clients, owned = as_clients(engines) if leads else ([], [])
+            try:
+                with reading("connect"):
+                    manifest = weights.manifest()
+                    trainer = trainer_engine(backend, weights, **options)
+            except BaseException:
+                _close_all(owned)
+                raise
+            try:
+                links = [
+                    EngineLink(client, trainer, f"engine{index}")
+                    for index, client in enumerate(clients)
+                ]
+                if isinstance(trainer, TeamTrainer):
+                    connect_together(trainer, links, deadline)
+                for link in links if team is None else ():
+                    link.connect(deadline)
+            except BaseException:
+                trainer.shutdown()
+                _close_all(owned)
+                raise
+            return cls(trainer, manifest, links, owned, announces=announces)
 
     def push(
         self, version: int, *, overlap: bool = True, deadline_s: float = ROUND_S
@@ -203,20 +219,17 @@ class WeightSync:
                 got lost, or it failed in the middle of loading: :meth:`status` tells. An engine that
                 is torn, or could not be asked, stays paused, as the error says.
         """
-        version = _version(version)
-        deadline = _deadline(deadline_s)
         with self._alone("push"):
-            self._require_next("push")
-            if self._announces:
-                raise InvalidInfo(
-                    "The session's source only announces what will be sent",
-                    where="push",
-                    expected="a source with values",
-                    got="an Announced",
-                    cure="hand the tensors over with begin, send and end; or connect with the module "
-                    "or the state dict itself",
-                )
-            self._require_advance(version)
+            deadline = Deadline(ROUND_S)
+            try:
+                deadline = _deadline(deadline_s)
+                version = self._next(version)
+            except WeightTransferError as error:
+                if isinstance(self._trainer, TeamTrainer):  # the other ranks wait for this one
+                    self._trainer.refuse(error, deadline)
+                raise
+            if isinstance(self._trainer, TeamTrainer) and not self._trainer.team.leads:
+                return self._follow(self._trainer, version, deadline)
             current = self._new(version, deadline, overlap)
             with self._step(current):
                 current.delivery.begin()
@@ -302,10 +315,33 @@ class WeightSync:
         with self._alone("abort"):
             self._abort("the trainer has given it up")
 
+    def _next(self, given: Any) -> int:
+        """The version of a push, if that may be made."""
+        self._require_next("push")
+        version = _version(given)
+        if self._announces:
+            raise InvalidInfo(
+                "The session's source only announces what will be sent",
+                where="push",
+                expected="a source with values",
+                got="an Announced",
+                cure="hand the tensors over with begin, send and end; or connect with the module or "
+                "the state dict itself",
+            )
+        self._require_advance(version)
+        return version
+
+    def _follow(self, trainer: TeamTrainer, version: int, deadline: Deadline) -> PushResult:
+        began = time.perf_counter()
+        follow(trainer, version, deadline)
+        total_s = time.perf_counter() - began
+        return PushResult(version, self._manifest.nbytes, len(self._manifest), 0.0, total_s, {})
+
     def _new(self, version: int, deadline: Deadline, overlap: bool) -> _Round:
         began = time.perf_counter()
         tell("vllm_wt_round_started", version=version)
-        delivery = Delivery(self._links, self._trainer, version, deadline, overlap=overlap)
+        kind = Leading if isinstance(self._trainer, TeamTrainer) else Delivery
+        delivery = kind(self._links, self._trainer, version, deadline, overlap=overlap)
         return _Round(version, delivery, began)
 
     @contextmanager
@@ -453,6 +489,17 @@ def tell(hook: str, **facts: Any) -> None:
         getattr(registry.default().hooks.hook, hook)(**facts)
     except Exception:
         logger.exception("vllm-wt: an observer failed in %s", hook)
+
+
+def _require_values(announces: bool) -> None:
+    if announces:
+        raise InvalidInfo(
+            "Weights that are handed over in chunks come from one rank",
+            where="group",
+            expected="a source with values, or no group",
+            got="an Announced",
+            cure="leave group out",
+        )
 
 
 def _version(value: Any) -> int:

@@ -16,6 +16,13 @@ from vllm_wt.round import WorkerRound
 from vllm_wt.session import WeightSync
 
 
+class Weights(dict[str, torch.Tensor]):
+    """Not shown when a test fails: that would read memory which the test may have freed."""
+
+    def __repr__(self):
+        return f"Weights of {list(self)}"
+
+
 class InProcessEngine:
     """vLLM's four methods over a round; errors cross as text, as they do in vLLM."""
 
@@ -91,6 +98,31 @@ class PausingEngine(InProcessEngine):
 
     def is_paused(self):
         return self.paused
+
+
+class RoundEngine(PausingEngine):
+    """One that generates nothing between calls, and takes a round in one.
+
+    ``told`` stands in for what its workers say of it.
+    """
+
+    idle_between_calls = True
+    pause = resume = is_paused = None
+
+    def __init__(self, transport_cls, loader) -> None:
+        super().__init__(transport_cls, loader)
+        self.told = [{"wire": 1e-9, "load": 2e-9}]
+        self.versions: list[str] = []
+
+    def run_round(self, update_info, weight_version):
+        self._call("round", self._whole, update_info)
+        self.versions.append(weight_version)
+        return self.told
+
+    def _whole(self, update_info):
+        self.round.start()
+        self.round.update(update_info)
+        self.round.finish()
 
 
 def assert_equal(received, sent) -> None:

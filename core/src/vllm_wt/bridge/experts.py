@@ -15,6 +15,11 @@ import torch
 from vllm_wt.errors import LoadError
 
 
+def prepares(module: torch.nn.Module) -> bool:
+    """Whether :func:`refresh` would do something for a module."""
+    return _preparing(module) is not None
+
+
 def refresh(modules: Iterable[torch.nn.Module]) -> None:
     """Prepare experts again, right after they were loaded, in the memory that they have.
 

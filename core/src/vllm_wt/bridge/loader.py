@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 
 from vllm_wt.bridge import arming, compat, derived, experts, planning, tiers
 from vllm_wt.bridge.arming import Modules, Write
-from vllm_wt.bridge.target import Part, Target, Weights, with_sharing
+from vllm_wt.bridge.asleep import require_awake
+from vllm_wt.bridge.target import Part, Target, with_sharing
 from vllm_wt.errors import WrongOrder
-from vllm_wt.loading.apply import DirectWrites
+from vllm_wt.loading.apply import DirectWrites, Kept, Weights
 from vllm_wt.loading.plan import LoadPlan, Parameter, full_name
 from vllm_wt.manifest import Manifest
+from vllm_wt.packing import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ class ModelWeights:
         self._rehearsed: LoadPlan | None = None
         self._target: Target | None = None
         self._next = 0  # which batch of the update that is under way
+        self._known: dict[int, tuple[weakref.ref[Kept], Mapping[str, torch.Tensor]]] = {}
+        """What came last, by batch, of what is kept; and the same by name."""
 
     def rehearse(self, manifest: Manifest) -> LoadPlan:
         if self._rehearsed is None or self._rehearsed.manifest != manifest:
@@ -51,6 +56,8 @@ class ModelWeights:
         found = tiers.assign(self._model, plan, self._device)
         self._target = Target(self._model, plan, found, batches)
         self._next = 0
+        self._known = {}
+        warm_up(self._device)
         if found.whole is not None:
             logger.info("vllm-wt: vLLM's reload of the whole model: %s", found.whole)
             return
@@ -70,17 +77,19 @@ class ModelWeights:
         }
 
     def check(self, weights: Weights) -> None:
-        values = dict(weights)
         for part in self._current().parts:
-            part.require_equal_twins(values, where="seal")
+            part.require_equal_twins(weights, where="seal")
+
+    def require_awake(self) -> None:
+        require_awake(next(iter(self._model.parameters())))
 
     def apply(self, weights: Weights) -> None:
         target = self._ready()
-        values = dict(weights)
+        values = self._by_name(0, weights)
         self._next = 0
-        with self._loading():
+        with self._loading(target):
             for part in target.parts:
-                self._load(target, part, values)
+                self._load(target, part, values, kept=isinstance(weights, Kept))
             self._refresh(target)
         compat.synchronize(self._device)
 
@@ -96,16 +105,44 @@ class ModelWeights:
             )
         target = self._ready() if number else self._current()
         part = target.parts[number]
-        part.require_ready(weights)
+        if not self._knows(number, weights):
+            part.require_names(weights)
+        part.require_ready(number, weights)
         if number == 0:  # forward passes may have been queued on another thread's stream
             compat.synchronize(self._device)
         following = number + 1
-        with self._loading():
-            self._load(target, part, dict(weights))
+        values = self._by_name(number, weights)
+        with self._loading(target):
+            self._load(target, part, values, kept=isinstance(weights, Kept))
             if following == len(target.parts):
                 self._refresh(target)
         compat.synchronize(self._device)  # the memory of the batch is used again
         self._next = following % len(target.parts)
+
+    def _by_name(self, number: int, weights: Weights) -> Mapping[str, torch.Tensor]:
+        """The same object for the same tensors."""
+        if not isinstance(weights, Kept):
+            return dict(weights)
+        if not self._knows(number, weights):
+            gone = weakref.ref(weights, partial(self._forget, number))
+            self._known[number] = gone, dict(weights)
+        return self._known[number][1]
+
+    def _knows(self, number: int, weights: Weights) -> bool:
+        known = self._known.get(number)
+        return known is not None and known[0]() is weights
+
+    def _forget(self, number: int, gone: weakref.ref[Kept]) -> None:
+        """An engine has let go of a batch."""
+        known = self._known.get(number)
+        if known is None or known[0] is not gone or self._target is None:
+            return
+        del self._known[number]
+        if self._target.tiers.whole is not None:
+            return
+        parts = self._target.parts
+        for part in parts if self._target.batches is None else parts[number : number + 1]:
+            part.direct.forget()
 
     def _ready(self) -> Target:
         if self._target is None:
@@ -113,31 +150,39 @@ class ModelWeights:
         return self._target
 
     def _current(self) -> Target:
-        """What to load; found anew where the model's tensors have been replaced behind our back."""
+        """What to load; found anew where the model's tensors have been replaced behind our back.
+
+        Raises:
+            WrongOrder: They have no memory.
+        """
         target = self._ready()
-        if not all(part.is_current() for part in target.parts):
+        self.require_awake()
+        if not all(part.held.is_current() for part in target.parts):
             self.use(with_sharing(self._model, target.plan), target.batches)
         return self._ready()
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def _loading(self, target: Target) -> Iterator[None]:
         """What a load needs around it, on whatever thread."""
-        with (
-            compat.device_context(self._device),
-            compat.load_context(self._vllm_config, self._device),
-        ):
+        with compat.device_context(self._device), ExitStack() as stack:
+            if target.calls_vllm or self._device.type == "cpu":  # whose derived state is made anew
+                stack.enter_context(compat.load_context(self._vllm_config, self._device))
+            else:
+                stack.enter_context(torch.inference_mode())
             yield
 
-    def _load(self, target: Target, part: Part, values: Mapping[str, torch.Tensor]) -> None:
+    def _load(
+        self, target: Target, part: Part, values: Mapping[str, torch.Tensor], *, kept: bool
+    ) -> None:
         if target.tiers.whole is not None:
             self._reload_whole(values)
             return
-        part.direct.run(values)
+        part.direct.run(values, kept=kept)
         for module, parameters in part.layerwise.values():
             arming.reload(module, _writes(target.plan, parameters, values))
         if part.fallback:
             self._reload_some(target.plan, part.fallback, values)
-        experts.refresh(part.loaded)
+        experts.refresh(part.experts)
 
     def _refresh(self, target: Target) -> None:
         """Make anew what modules keep of others, all of which are loaded by now."""
@@ -148,7 +193,7 @@ class ModelWeights:
     def _reload_whole(self, values: Mapping[str, torch.Tensor]) -> None:
         try:
             arming.arm(self._model)
-            self._model.load_weights(list(values.items()))
+            self._model.load_weights(_own(values, values))
             arming.finalize(self._model, self._vllm_config.model_config)
             experts.refresh(self._model.modules())
         except BaseException:
@@ -166,12 +211,19 @@ class ModelWeights:
         try:
             arming.arm(self._model)
             arming.use_own_loaders(others)
-            self._model.load_weights((n, tensor) for n, tensor in values.items() if n in wanted)
+            self._model.load_weights(_own(values, wanted))
             arming.disarm(others)
             some = Modules(modules[name] for name in chosen)
             arming.finalize(some, self._vllm_config.model_config)
         finally:
             arming.disarm(self._model)
+
+
+def _own(
+    values: Mapping[str, torch.Tensor], wanted: Container[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies, for loaders that may write to what they are given: it can be the trainer's memory."""
+    return ((name, tensor.clone()) for name, tensor in values.items() if name in wanted)
 
 
 def _writes(

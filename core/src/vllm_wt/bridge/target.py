@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from vllm_wt.bridge import compat, tiers
+from vllm_wt.bridge import compat, experts, tiers
 from vllm_wt.bridge.tiers import Tiers
 from vllm_wt.errors import LoadError
-from vllm_wt.loading.apply import DirectWrites, written_by
+from vllm_wt.loading.apply import DirectWrites, Weights, written_by
 from vllm_wt.loading.batches import batch_of
 from vllm_wt.loading.plan import Copy, LoadPlan, Parameter, full_name
 from vllm_wt.loading.targets import Targets
 from vllm_wt.packing import as_bytes
 
-Weights = list[tuple[str, torch.Tensor]]
 
-_Held = tuple[torch.nn.Module, str, torch.Tensor, int]
-"""A module, a tensor of its own by name, and where that lies."""
+class Held:
+    """Tensors of a live model, and where they were found. Looked at in every commit, all at once."""
+
+    def __init__(self) -> None:
+        self._owners: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[int] = []
+
+    def add(self, module: torch.nn.Module, name: str) -> Any:
+        """A module's parameter or buffer; returns it."""
+        parameters: dict[str, Any] = module._parameters
+        owner = parameters if name in parameters else module._buffers
+        tensor: Any = owner[name]
+        self._owners.append(owner)
+        self._names.append(name)
+        self._tensors.append(tensor)
+        self._places.append(tensor.data_ptr())
+        return tensor
+
+    def is_current(self) -> bool:
+        """Whether the model still has these very tensors, where they were."""
+        now = map(dict.get, self._owners, self._names)
+        # Parameters of vLLM's are of a class that would take part in each question.
+        with torch._C.DisableTorchFunctionSubclass():
+            places = list(map(torch.Tensor.data_ptr, self._tensors))
+        return places == self._places and all(map(operator.is_, now, self._tensors))
 
 
 @dataclass(eq=False)
@@ -30,32 +55,27 @@ class Part:
     Args:
         names: The tensors that it is loaded from.
         in_place: Parameters that are written in place, by full name.
-        held: The same, as they were found.
+        held: The same, where they were found.
         layerwise: Modules that are made anew, each with its parameters.
         fallback: Modules that are loaded by their own loaders.
         loaded: All modules that get weights.
+        experts: Those of them that `experts.refresh` has something to do for.
         twins: Pairs of copies that write the same elements, from different tensors.
     """
 
     names: tuple[str, ...]
     in_place: dict[str, torch.Tensor] = field(default_factory=dict)
-    held: list[_Held] = field(default_factory=list)
+    held: Held = field(default_factory=Held)
     layerwise: dict[str, tuple[torch.nn.Module, list[Parameter]]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
     loaded: list[torch.nn.Module] = field(default_factory=list)
+    experts: list[torch.nn.Module] = field(default_factory=list)
     twins: list[tuple[Copy, Copy]] = field(default_factory=list)
     direct: DirectWrites = field(init=False)
     """Everything that is written in place."""
 
-    def is_current(self) -> bool:
-        """Whether the model still has the tensors that were found, where they were."""
-        return all(
-            getattr(module, name, None) is tensor and tensor.data_ptr() == place
-            for module, name, tensor, place in self.held
-        )
-
-    def require_ready(self, weights: Weights) -> None:
-        """Whether a batch can be loaded; nothing of it has been."""
+    def require_names(self, weights: Weights) -> None:
+        """Whether these are the tensors of the batch."""
         got = tuple(name for name, _ in weights)
         if got != self.names:
             raise LoadError(
@@ -65,7 +85,13 @@ class Part:
                 got=f"{len(got)} tensors, from {got[:1]} to {got[-1:]}",
                 cure="this is a bug of vllm-wt: report it",
             )
-        if not self.is_current():  # and what the batches before have loaded may be gone
+
+    def require_ready(self, number: int, weights: Weights) -> None:
+        """Whether a batch can be loaded; nothing of it has been."""
+        # The first batch was looked at together with all others.
+        if (
+            number and not self.held.is_current()
+        ):  # and what the batches before have loaded may be gone
             raise LoadError(
                 "The model's tensors were replaced in the middle of an update",
                 where="apply_batch",
@@ -73,9 +99,10 @@ class Part:
                 got="others",
                 cure="let nothing else load, move or free the weights during an update; push again",
             )
-        self.require_equal_twins(dict(weights), where="apply_batch")
+        self.require_equal_twins(weights, where="apply_batch")
 
-    def require_equal_twins(self, values: Mapping[str, torch.Tensor], where: str) -> None:
+    def require_equal_twins(self, weights: Weights, where: str) -> None:
+        values = dict(weights) if self.twins else {}
         for first, second in self.twins:
             one = written_by(first, values[first.source])
             other = written_by(second, values[second.source])
@@ -128,13 +155,13 @@ class Target:
             if parameter.module in assigned.layerwise:
                 part.layerwise.setdefault(parameter.module, (module, []))[1].append(parameter)
             elif parameter.module in direct:
-                tensor = getattr(module, parameter.name)
-                part.in_place[name] = tensor
-                part.held.append((module, parameter.name, tensor, tensor.data_ptr()))
+                part.in_place[name] = part.held.add(module, parameter.name)
         for name in assigned.fallback:
             part_of(name).fallback.append(name)
         for name in (*assigned.direct, *assigned.layerwise, *assigned.fallback):
             part_of(name).loaded.append(modules[name])
+            if experts.prepares(modules[name]):
+                part_of(name).experts.append(modules[name])
         for first, second in _twins(plan, _identities(model)):
             part_of(first.module).twins.append((first, second))
         for part in self.parts:
@@ -146,6 +173,12 @@ class Target:
             if compat.is_deferred_attention(module)
             and any(id(each) in loaded for each in module.modules())
         ]
+
+    @property
+    def calls_vllm(self) -> bool:
+        """Whether a load is more than writes into memory."""
+        calls = any(part.layerwise or part.fallback or part.experts for part in self.parts)
+        return calls or bool(self.deferred) or self.tiers.whole is not None
 
 
 def _require_one(parts: Sequence[Part], reason: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -68,6 +69,25 @@ class WorkerEngine(VllmEngine):
 
     def finish_weight_update(self) -> None:
         self._guarded(self.round.finish)
+
+    def run_round(self, worker: Any, update_info: Any) -> dict[str, float] | None:
+        """A round from start to finish, through vLLM's own methods of this worker; see `gate`.
+
+        Returns:
+            Seconds, by stage; None where another rank has failed, which the highest one raises.
+        """
+        began = time.perf_counter()
+        worker.start_weight_update()
+        if not self.round.has_agreed:
+            return None
+        worker.update_weights(update_info)
+        if not self.round.has_agreed:
+            return None
+        sealed = time.perf_counter()
+        worker.finish_weight_update()
+        if not self.round.has_agreed:
+            return None
+        return {"wire": sealed - began, "load": time.perf_counter() - sealed}
 
     def report(self) -> dict[str, Any]:
         """What this worker says of itself; see `gate`."""

@@ -9,10 +9,13 @@ import asyncio
 import concurrent.futures
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_wt.clients.limits import call_limit_s
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
@@ -25,7 +28,8 @@ from vllm_wt.errors import (
     WrongOrder,
     from_text,
 )
-from vllm_wt.reports import METHOD, can_report, report_list
+from vllm_wt.methods import REPORT, ROUND
+from vllm_wt.reports import can_report, report_list
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -38,6 +42,9 @@ _CALL_S = 300.0
 the step in progress, and finish commits the weights."""
 _LOOK_S = 0.25
 """Seconds between two looks at whether an engine that has not answered lives."""
+
+
+_Calls: TypeAlias = "SimpleQueue[_LlmCall | None]"
 
 
 class LocalClient:
@@ -65,6 +72,7 @@ class LocalClient:
         self._call_s = call_s
         self._slack_s = slack_s
         self._takes_version = _takes_version(llm)
+        self._caller = _Caller()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call(
@@ -91,6 +99,25 @@ class LocalClient:
             lambda: self._llm.finish_weight_update(*arguments),
             self._call_s,
         )
+
+    def run_round(
+        self, update_info: dict[str, Any], weight_version: str
+    ) -> list[dict[str, float] | None] | None:
+        """See `vllm_wt.link.WeightSyncClient`."""
+        set_version = getattr(self._llm.llm_engine, "set_weight_version", None)
+        if not can_report(self.configured_backend()) or (
+            self._takes_version and set_version is None
+        ):
+            return None
+
+        def call() -> Any:
+            told = self._llm.collective_rpc(ROUND, kwargs={"update_info": update_info})
+            if set_version is not None:  # as the LLM's own finish does
+                set_version(weight_version)
+            return told
+
+        limit = call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s)
+        return list(self._call("run_round", call, limit))
 
     def world_size(self) -> int:
         """Workers that receive weights: tensor times pipeline parallel."""
@@ -121,7 +148,7 @@ class LocalClient:
         if not can_report(self.configured_backend()):
             return None
         with _typed("reports"):
-            told = self._call("reports", lambda: self._llm.collective_rpc(METHOD), self._call_s)
+            told = self._call("reports", lambda: self._llm.collective_rpc(REPORT), self._call_s)
         return report_list(told, where="reports")
 
     def _call(self, where: str, function: Callable[[], Any], seconds: float) -> Any:
@@ -131,7 +158,7 @@ class LocalClient:
         with _alive(where):
             if resources is None:
                 return function()
-            future = _on_thread(function)
+            future = self._caller(function)
             return _answer(future, where, seconds, lambda: _check_dead(resources, where))
 
 
@@ -255,7 +282,7 @@ class AsyncLocalClient:
         if not can_report(self.configured_backend()):
             return None
         ask = self._engine.collective_rpc
-        told = self._call("reports", lambda: ask(METHOD), self._call_s)
+        told = self._call("reports", lambda: ask(REPORT), self._call_s)
         return report_list(told, where="reports")
 
     def _call(
@@ -302,7 +329,7 @@ def _answer(future: Future[Any], where: str, seconds: float, check: Callable[[],
     """The future's result, cancelled at the deadline, or once ``check`` raises."""
     deadline = Deadline(seconds)
     try:
-        while not concurrent.futures.wait([future], min(_LOOK_S, deadline.remaining())).done:
+        while not _has_ended(future, min(_LOOK_S, deadline.remaining())):
             check()
             if deadline.expired:
                 raise Timeout(
@@ -320,22 +347,64 @@ def _answer(future: Future[Any], where: str, seconds: float, check: Callable[[],
         raise _loop_ended(where) from None  # by whoever ended the loop's tasks
 
 
-def _on_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Its result; a call that never returns keeps nobody waiting, not even at exit."""
-    future: Future[Any] = Future()
+def _has_ended(future: Future[Any], seconds: float) -> bool:
+    """Wait for it, for so long at most."""
+    with suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
+        future.exception(seconds)
+    return future.done()
 
-    def run() -> None:
+
+@dataclass(eq=False)
+class _LlmCall:
+    """A call on its way, and whether it has come back; its future can be given up before."""
+
+    function: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+    has_returned: bool = False
+
+    def make(self) -> None:
         try:
-            result = function()
+            result = self.function()
         except BaseException as error:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            self.has_returned = True
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
         else:
-            if future.set_running_or_notify_cancel():
-                future.set_result(result)
+            self.has_returned = True
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(result)
 
-    threading.Thread(target=run, name="vllm-wt-llm", daemon=True).start()
-    return future
+
+class _Caller:
+    """Makes calls on a thread, kept for the next call: to start one takes as long as a short call.
+
+    A call that never returns keeps nobody waiting, not even at exit; the next one has a new thread.
+    """
+
+    def __init__(self) -> None:
+        self._calls: _Calls | None = None
+        self._last: _LlmCall | None = None
+
+    def __call__(self, function: Callable[[], Any]) -> Future[Any]:
+        """Its result."""
+        if self._calls is not None and self._last is not None and not self._last.has_returned:
+            self._calls.put(None)  # it ends when it can
+            self._calls = None
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            weakref.finalize(self, self._calls.put, None)
+            threading.Thread(
+                target=_make_calls, args=(self._calls,), name="vllm-wt-llm", daemon=True
+            ).start()
+        self._last = _LlmCall(function)
+        self._calls.put(self._last)
+        return self._last.future
+
+
+def _make_calls(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        call.make()
+        del call  # nothing is held until the next one
 
 
 def _takes_version(engine: Any) -> bool:

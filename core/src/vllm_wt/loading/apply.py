@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 
 from vllm_wt.errors import LoadError
 from vllm_wt.loading.plan import Copy, Fill, LoadPlan, Parameter
+from vllm_wt.loading.regions import extent
 from vllm_wt.manifest import Manifest, TensorMeta
-from vllm_wt.packing import DTYPES, meta_of
+from vllm_wt.packing import DTYPES, Copies, meta_of
+
+Weights = Sequence[tuple[str, torch.Tensor]]
+"""Tensors by name."""
+
+
+class Kept(Sequence[tuple[str, torch.Tensor]]):
+    """Tensors by name whose memory an engine keeps, and hands over again each time as this very object.
+
+    What was found out about it the last time holds still: a round takes no time for each tensor. From
+    round to round only the engine holds it, so that the engine can free the memory.
+
+    Args:
+        weights: The tensors.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = tuple(weights)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, torch.Tensor]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, torch.Tensor]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._weights[index]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 class ModelLoader(Protocol):
@@ -36,7 +69,7 @@ class ModelLoader(Protocol):
             LoadError: The model cannot be loaded in these batches.
         """
 
-    def check(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def check(self, weights: Weights) -> None:
         """Look at the values, and at the model, before anything is touched.
 
         Args:
@@ -46,14 +79,21 @@ class ModelLoader(Protocol):
             LoadError: Two tensors for one parameter differ, or the model has changed.
         """
 
-    def apply(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def require_awake(self) -> None:
+        """Look once more, just before all ranks agree to load; cheap.
+
+        Raises:
+            WrongOrder: The model has no memory now.
+        """
+
+    def apply(self, weights: Weights) -> None:
         """Load everything, in one step during which no forward pass may run.
 
         Raises:
             Exception: Of any class. The model can run, but mixes old and new weights.
         """
 
-    def apply_batch(self, number: int, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def apply_batch(self, number: int, weights: Weights) -> None:
         """Load one batch, and with the last one what modules keep of others.
 
         After the first call the model mixes old and new weights, until the last one has returned:
@@ -91,6 +131,9 @@ class _Write:
 class DirectWrites:
     """The copies and fills of some parameters, written into given memory.
 
+    Tensors that come again are copied as one: that is prepared the second time, and the time that a
+    run takes in Python does not grow with their number.
+
     Args:
         plan: Says what goes where. Its fallbacks are not done here.
         parameters: The tensors to write, by full name, of those that the plan writes.
@@ -102,6 +145,10 @@ class DirectWrites:
     def __init__(self, plan: LoadPlan, parameters: Mapping[str, torch.Tensor]) -> None:
         self._fills: list[tuple[torch.Tensor, Any]] = []
         self._writes: list[_Write] = []
+        self._known: Mapping[str, torch.Tensor] | None = None
+        self._others = self._writes
+        self.prepared: Copies | None = None
+        """What is copied as one, once its tensors have come again."""
         for name, tensor in parameters.items():
             _require_as_recorded(name, plan.parameters[name], tensor)
             fills, copies = plan.into(name)
@@ -118,17 +165,60 @@ class DirectWrites:
                 for copy in copies
             ]
 
-    def run(self, sources: Mapping[str, torch.Tensor]) -> None:
+    def run(self, sources: Mapping[str, torch.Tensor], *, kept: bool = False) -> None:
         """Write all of them.
 
         Args:
             sources: The tensors of the plan's manifest.
+            kept: Whether the same object may come again, with the same tensors in the same memory.
         """
+        if sources is not self._known:
+            self._known, self.prepared, self._others = sources if kept else None, None, self._writes
+        elif self.prepared is None:
+            self._prepare(sources)
         with torch.no_grad():
             for dest, value in self._fills:
                 dest.fill_(value)
-            for write in self._writes:
+            if self.prepared is not None:
+                self.prepared.run()
+            for write in self._others:
                 write.dest.copy_(_value(write, sources[write.copy.source]))
+
+    def forget(self) -> None:
+        """Let go of the tensors that may come again."""
+        self._known = self.prepared = None
+        self._others = self._writes
+
+    def _prepare(self, sources: Mapping[str, torch.Tensor]) -> None:
+        pairs, others = [], []
+        for write, alone in zip(self._writes, _apart(self._writes), strict=True):
+            source = sources[write.copy.source]
+            value = _value(write, source)
+            if alone and value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+                pairs.append((write.dest, value))
+            else:  # its order counts, or what it writes is made anew each time
+                others.append(write)
+        self.prepared, self._others = Copies(pairs), others
+
+
+def _apart(writes: Sequence[_Write]) -> Iterator[bool]:
+    """Of each, whether no other one reaches into the memory that it spans: its order is free."""
+    spans = [(start := write.dest.data_ptr(), start + _span(write.dest)) for write in writes]
+    order = sorted(range(len(spans)), key=spans.__getitem__)
+    shared: set[int] = set()
+    reach, last = 0, -1
+    for number in order:
+        start, end = spans[number]
+        if start < reach:
+            shared |= {number, last}
+        if end > reach:
+            reach, last = end, number
+    return (number not in shared for number in range(len(writes)))
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    return extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def written_by(copy: Copy, source: torch.Tensor) -> torch.Tensor:

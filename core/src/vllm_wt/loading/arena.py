@@ -8,6 +8,9 @@ staging       received into                                       the model
 ``none``      a part at a time, which is loaded at once           old and new mixed until the last part
 ``auto``      the first of these that there is memory for
 ============  ==================================================  ====================================
+
+Where a worker has the trainer's memory in its own address space, ``auto`` receives nothing: that is
+``mapped``, in which the model is untouched until the commit. ``none`` then loads everything at once.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ class Choice:
     """Which staging, and why.
 
     Args:
-        staging: ``"device"``, ``"host"`` or ``"none"``.
+        staging: ``"device"``, ``"host"``, ``"none"`` or ``"mapped"``.
         why: In words, for people.
     """
 
-    staging: Literal["device", "host", "none"]
+    staging: Literal["device", "host", "none", "mapped"]
     why: str
 
 

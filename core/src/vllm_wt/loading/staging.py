@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakValueDictionary
 
 import torch
 
 from vllm_wt.errors import CorruptTransfer, ManifestMismatch
-from vllm_wt.loading.apply import ModelLoader
+from vllm_wt.loading.apply import Kept, ModelLoader, Weights
 from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import meta_of
@@ -24,10 +27,24 @@ class Intake:
         batches: None when all tensors stay where they are until the commit. Otherwise the names of
             what each call of ``load_weights`` brings, in order (see `vllm_wt.loading.batches`): it is
             loaded by that call, and its memory is the engine's again afterwards.
+        at_hand: Whether all of it is there already, so that ``receive_weights`` waits for nothing that
+            is not bounded by its own deadline. In a round of one call it has no thread of its own then.
     """
 
     plan: LoadPlan
     batches: tuple[tuple[str, ...], ...] | None = None
+    at_hand: bool = False
+
+    @cached_property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Of each batch."""
+        tensors = {tensor.name: tensor for tensor in self.plan.manifest.tensors}
+        batches = self.batches or ()
+        return tuple(Manifest(tuple(map(tensors.__getitem__, names))) for names in batches)
+
+
+Known = WeakValueDictionary[int, Kept]
+"""What was found right in an earlier round, by the call that brought it."""
 
 
 class Staging:
@@ -35,12 +52,16 @@ class Staging:
 
     Args:
         manifest: What a full update consists of.
+        known: From earlier rounds.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, known: Known | None = None) -> None:
         self._expected = {tensor.name: tensor for tensor in manifest.tensors}
         self._manifest = manifest
         self._received: dict[str, torch.Tensor] = {}
+        self._known = Known() if known is None else known
+        self._all: weakref.ref[Kept] | None = None
+        """What came at once. The engine holds it, and may have to let go of it before the commit."""
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take tensors in; each name once a round.
@@ -48,6 +69,21 @@ class Staging:
         Raises:
             ManifestMismatch: Unknown or repeated name, other dtype or shape than announced.
         """
+        if isinstance(weights, Kept) and self._is_first and weights is self._known.get(0):
+            self._all = weakref.ref(weights)
+            return
+        if self._all is not None:
+            self._received, self._all = dict(self.weights()), None
+        self._take(weights)
+        if isinstance(weights, Kept) and [name for name, _ in weights] == list(self._expected):
+            self._known[0] = weights
+            self._received, self._all = {}, weakref.ref(weights)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._all is None and not self._received
+
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             expected = self._expected.get(name)
             if expected is None or name in self._received:
@@ -68,6 +104,8 @@ class Staging:
 
     def require_complete(self) -> None:
         """Raise :class:`CorruptTransfer` unless every announced byte is here."""
+        if self._all is not None:
+            return
         missing = [name for name in self._expected if name not in self._received]
         if missing:
             nbytes = sum(t.numel() * t.element_size() for t in self._received.values())
@@ -78,8 +116,22 @@ class Staging:
                 cure="push again; if it stays, report it to the authors of the backend",
             )
 
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """What was received, in manifest order."""
+    def weights(self) -> Weights:
+        """What was received, in manifest order; as it came, if it came at once.
+
+        Raises:
+            CorruptTransfer: The engine has let go of it.
+        """
+        if self._all is not None:
+            weights = self._all()
+            if weights is None:
+                raise CorruptTransfer(
+                    "The engine has let go of what it had received",
+                    expected=f"{len(self._manifest)} tensors, held until the commit",
+                    got="none",
+                    cure="push again; if it stays, report it to the authors of the backend",
+                )
+            return weights
         return [(name, self._received[name]) for name in self._expected]
 
 
@@ -90,16 +142,20 @@ class Streaming:
         intake: The batches that a full update consists of.
         loader: Uses the same batches.
         first: Called before the model is touched.
+        known: From earlier rounds.
     """
 
-    def __init__(self, intake: Intake, loader: ModelLoader, first: Callable[[], None]) -> None:
-        assert intake.batches is not None
-        tensors = {tensor.name: tensor for tensor in intake.plan.manifest.tensors}
-        self._batches = [
-            Manifest(tuple(tensors[name] for name in batch)) for batch in intake.batches
-        ]
+    def __init__(
+        self,
+        intake: Intake,
+        loader: ModelLoader,
+        first: Callable[[], None],
+        known: Known | None = None,
+    ) -> None:
+        self._batches = intake.manifests
         self._loader = loader
         self._first = first
+        self._known = Known() if known is None else known
         self._loaded = 0
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -109,7 +165,7 @@ class Streaming:
             ManifestMismatch: It is not the one whose turn it is, or not as announced.
             Exception: Of any class: the loader's.
         """
-        received = list(weights)
+        received = weights if isinstance(weights, Kept) else list(weights)
         number = self._loaded
         if number == len(self._batches):
             raise ManifestMismatch(
@@ -118,8 +174,11 @@ class Streaming:
                 got=f"another one, with {[name for name, _ in received[:3]]}",
                 cure="this is a bug of the backend: report it to its authors",
             )
-        metas = [meta_of(name, tensor) for name, tensor in received]
-        self._batches[number].require_same(metas, where=f"batch {number}")
+        if received is not self._known.pop(number, None):
+            metas = [meta_of(name, tensor) for name, tensor in received]
+            self._batches[number].require_same(metas, where=f"batch {number}")
+        if isinstance(received, Kept):
+            self._known[number] = received
         self._first()
         self._loader.apply_batch(number, received)
         self._loaded += 1

@@ -9,6 +9,7 @@ import torch
 
 from vllm_wt.errors import ManifestMismatch
 from vllm_wt.packing.host import HostCopies, Run
+from vllm_wt.packing.strided import runs_of
 
 _DEVICES = ("cpu", "cuda")
 
@@ -23,10 +24,10 @@ class _Prepared(Protocol):
 class Copies:
     """Copies that are prepared once and done any number of times.
 
-    Pairs may have any strides, and may differ in dtype: then they are cast, as by ``copy_``. Those
-    of the same dtype and dense memory are copied as bytes, by threads on a CPU (as many as torch has)
-    and by one kernel on a GPU. The order of the copies is not defined, so no destination may overlap
-    another one or a source: that is for the caller to see to.
+    Pairs may have any strides, and may differ in dtype: then they are cast, as by ``copy_``. Those of
+    the same dtype and dense memory are copied as bytes, by threads on a CPU (as many as torch has) and
+    by one kernel on a GPU, which takes strided ones of long runs, too. The order of the copies is not
+    defined, so no destination may overlap another one or a source: that is for the caller to see to.
 
     The tensors are held, and their memory must stay where it is: see :attr:`in_place`.
 
@@ -43,6 +44,8 @@ class Copies:
         self._others: list[Pair] = []
         """Pairs left to ``copy_``."""
         dense: list[Pair] = []
+        strided: list[Pair] = []
+        tables: list[torch.Tensor] = []
         self._nbytes = 0
         for number, pair in enumerate(pairs):
             to, source = (tensor.detach() for tensor in pair)
@@ -54,13 +57,18 @@ class Copies:
             if _same_bytes(to, source):
                 _require_memory(number, (to, source))
                 dense.append((to, source))
+            elif (table := _table(to, source)) is not None:
+                _require_memory(number, (to, source))
+                strided.append((to, source))
+                tables.append(table)
             else:
                 self._others.append((to, source))
-        both = [tensor.untyped_storage() for pair in dense for tensor in pair]
+        fast = dense + strided
+        both = [tensor.untyped_storage() for pair in fast for tensor in pair]
         memory = {storage.data_ptr(): storage for storage in both}
         self._places, self._storages = list(memory), list(memory.values())
-        self._written = [to for to, _ in dense]
-        self._fast = _prepared(dense, self._device)
+        self._written = [to for to, _ in fast]
+        self._fast = _prepared(dense, strided, tables, self._device)
 
     @property
     def nbytes(self) -> int:
@@ -115,23 +123,44 @@ class Copies:
 class _ForeachCopies:
     """What there is on a GPU without Triton."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._to = [_bytes_of(to) for to, _ in pairs]
-        self._sources = [_bytes_of(source) for _, source in pairs]
+    def __init__(self, dense: Sequence[Pair], strided: Sequence[Pair]) -> None:
+        self._to = [_bytes_of(to) for to, _ in dense] + [to for to, _ in strided]
+        self._sources = [_bytes_of(source) for _, source in dense] + [s for _, s in strided]
 
     def run(self) -> None:
         if self._to:
             torch._foreach_copy_(self._to, self._sources)
 
 
-def _prepared(pairs: Sequence[Pair], device: torch.device | None) -> _Prepared:
+def _prepared(
+    dense: Sequence[Pair],
+    strided: Sequence[Pair],
+    tables: Sequence[torch.Tensor],
+    device: torch.device | None,
+) -> _Prepared:
     if device is None or device.type == "cpu":
-        return HostCopies(_runs(pairs))
+        return HostCopies(_runs(dense))
     try:
         from vllm_wt.packing.kernels import DeviceCopies
     except ImportError:
-        return _ForeachCopies(pairs)
-    return DeviceCopies(_runs(pairs), device)
+        return _ForeachCopies(dense, strided)
+    runs = torch.tensor(_runs(dense), dtype=torch.int64).view(-1, 3)
+    return DeviceCopies(torch.cat([runs, *tables]), device)
+
+
+def _table(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+    """The runs of a copy that is not dense, where the kernel can take them."""
+    return runs_of(to, source) if to.is_cuda and _have_same_form(to, source) else None
+
+
+def warm_up(device: torch.device) -> None:
+    """See to it that the first copies of a device take no longer than others."""
+    if device.type == "cuda":
+        try:
+            from vllm_wt.packing.kernels import warm_up as compile_kernel
+        except ImportError:
+            return
+        compile_kernel(device)
 
 
 def _runs(pairs: Iterable[Pair]) -> list[Run]:
@@ -150,14 +179,20 @@ def _runs(pairs: Iterable[Pair]) -> list[Run]:
 
 def _same_bytes(to: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether the copy is one of bytes that lie in the same order on both sides."""
-    if to.dtype != source.dtype or to.is_quantized:
+    if not _have_same_form(to, source):
         return False
-    if any(tensor.is_conj() or tensor.is_neg() for tensor in (to, source)):
-        return False  # their memory does not hold their values
     if to.is_contiguous() and source.is_contiguous():
         return True
     dims = _dims(to)
     return dims == _dims(source) and _is_dense(dims)
+
+
+def _have_same_form(to: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether an element of one is one of the other, bit by bit."""
+    if to.dtype != source.dtype or to.is_quantized:
+        return False
+    # Else their memory does not hold their values.
+    return not any(tensor.is_conj() or tensor.is_neg() for tensor in (to, source))
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -25,16 +25,14 @@ class DeviceCopies:
     """Prepared copies of a GPU's memory; the caller sees to it that it stays where it is.
 
     Args:
-        runs: What to copy, in any order. They may not depend on each other.
+        runs: What to copy, in any order; they may not depend on each other. Several, or a table of
+            them: shape ``(runs, 3)``, dtype int64.
         device: Where the memory is. Under Triton's interpreter, the CPU.
     """
 
-    def __init__(self, runs: Iterable[Run], device: torch.device) -> None:
-        parts = [_split(run) for run in runs]
-        tables = (
-            (_tiles([rest for _, rest in parts], _TILE), True),
-            (_tiles([head for head, _ in parts], _BYTE_TILE), False),
-        )
+    def __init__(self, runs: Sequence[Run] | torch.Tensor, device: torch.device) -> None:
+        heads, rests = _split(torch.as_tensor(runs, dtype=torch.int64).view(-1, 3))
+        tables = ((_tiles(rests, _TILE), True), (_tiles(heads, _BYTE_TILE), False))
         # From pageable memory: they are there when this returns, for whatever stream.
         self._tables = [(table.to(device), is_wide) for table, is_wide in tables if len(table)]
 
@@ -46,16 +44,25 @@ class DeviceCopies:
             _copy_tiles[(len(table),)](table, is_wide, _BLOCK, num_warps=_WARPS)
 
 
-def _split(run: Run) -> tuple[Run, Run]:
-    """A part to copy by bytes, and the rest, which starts at multiples of the widest load."""
-    to, source, nbytes = run
-    head = nbytes if (to - source) % _WIDE else min(nbytes, -to % _WIDE)
-    return Run(to, source, head), Run(to + head, source + head, nbytes - head)
+def warm_up(device: torch.device) -> None:
+    """Compile what is copied by, which takes seconds the first time."""
+    memory = torch.zeros(2 * _TILE, dtype=torch.uint8, device=device)
+    first = memory.data_ptr()
+    with torch.cuda.device(device):
+        DeviceCopies([Run(first, first + _TILE, _TILE - 1), Run(first, first + 1, 1)], device).run()
+        torch.cuda.synchronize(device)
 
 
-def _tiles(runs: list[Run], nbytes: int) -> torch.Tensor:
+def _split(runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts to copy by bytes, and the rests, which start at multiples of the widest load."""
+    to, source, nbytes = runs.unbind(1)
+    head = torch.where((to - source) % _WIDE != 0, nbytes, torch.minimum(nbytes, -to % _WIDE))
+    rest = torch.stack((to + head, source + head, nbytes - head), 1)
+    return torch.stack((to, source, head), 1), rest
+
+
+def _tiles(table: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Runs cut into tiles of at most ``nbytes`` bytes; shape ``(tiles, 3)``, dtype int64."""
-    table = torch.tensor(runs, dtype=torch.int64).view(-1, 3)
     counts = (table[:, 2] + nbytes - 1) // nbytes
     first = counts.cumsum(0) - counts
     done = (torch.arange(int(counts.sum())) - first.repeat_interleave(counts)) * nbytes

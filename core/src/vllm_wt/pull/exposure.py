@@ -2,7 +2,8 @@
 
 Its buffers, in this order: the tensors that are read where they are, in the manifest's order without
 the empty ones; the slots of the ring that the others come through, if there are others; the digests of
-all blocks, if they are verified; the signals.
+all blocks, if they are verified; the signals. All are on one device, but the signals of memory that is
+mapped are in host memory: a GPU takes as long for a word as for a megabyte.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from vllm_wt.info import PullInitInfo
 from vllm_wt.manifest import Manifest, TensorMeta
 from vllm_wt.packing import Buckets, Layout
 
-SIGNAL_WORDS = 2
-"""Words of the signals: see `DIGESTED` and `READY`."""
+SIGNAL_WORDS = 3
+"""Words of the signals: see `DIGESTED`, `READY` and `WITHDRAWN`."""
 DIGESTED = 0
 """The ticket for which all tensors that are read in place have their digests."""
 READY = 1
 """The number (`Exposure.number`) of the newest bucket that can be read."""
+WITHDRAWN = 2
+"""The newest ticket that is over: what is mapped may have changed since."""
 WORD = 8
 """Bytes of a signal and of a digest."""
 

@@ -13,6 +13,7 @@ from vllm_wt.loading.slices import Slices
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import Layout
 from vllm_wt.pull.exposure import SIGNAL_WORDS, WORD, Exposure
+from vllm_wt.pull.verifying import expected_blocks
 from vllm_wt.transport import Copy
 
 ARENA, DIGESTS, SIGNALS = 0, 1, 2
@@ -89,7 +90,7 @@ class Itinerary:
         alignment: int,
     ) -> None:
         self.exposure = exposure
-        self._slices = slices
+        self.slices = slices
         self._owner = owner
         self._chunk_nbytes = max(BLOCK, chunk_nbytes // BLOCK * BLOCK)
         self._most = most
@@ -147,13 +148,8 @@ class Itinerary:
         """One index a block; every block of the arena belongs to a tensor."""
         if not self.exposure.digested:
             return torch.empty(0, dtype=torch.int64)
-        parts = [
-            torch.arange(first, first + blocks(nbytes))
-            for slot in layout.slots
-            for offset, nbytes in self._slices.runs[slot.tensor.name]
-            for first in (self.exposure.first_block[slot.tensor.name] + offset // BLOCK,)
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        names = (slot.tensor.name for slot in layout.slots)
+        return expected_blocks(self.exposure, names, self.slices.runs)
 
     def _read_in_place(self, layout: Layout) -> Iterator[Copy]:
         for slot in layout.slots:
@@ -161,7 +157,7 @@ class Itinerary:
             if source is None:
                 continue
             target = slot.offset
-            for offset, nbytes in self._slices.runs[slot.tensor.name]:
+            for offset, nbytes in self.slices.runs[slot.tensor.name]:
                 yield Copy(self._owner, source, offset, ARENA, target, nbytes)
                 target += nbytes
 
@@ -174,7 +170,7 @@ class Itinerary:
                 continue
             pieces = buckets.pieces(slot.tensor.name)
             target = slot.offset
-            for offset, nbytes in self._slices.runs[slot.tensor.name]:
+            for offset, nbytes in self.slices.runs[slot.tensor.name]:
                 for piece in pieces:
                     start = max(offset, piece.tensor_offset)
                     end = min(offset + nbytes, piece.tensor_offset + piece.nbytes)

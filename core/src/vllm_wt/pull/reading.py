@@ -16,9 +16,11 @@ from vllm_wt.digests import BLOCK, Digests
 from vllm_wt.engine import LoadWeights
 from vllm_wt.errors import Aborted, CorruptTransfer
 from vllm_wt.info import Handle
+from vllm_wt.loading.apply import Kept
 from vllm_wt.packing import as_bytes, view_as
 from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS
 from vllm_wt.pull.itinerary import Batch, Chunk, Itinerary
+from vllm_wt.pull.verifying import corrupt
 from vllm_wt.transport import Copy, Transport
 
 _SPIN_S = 0.001
@@ -118,6 +120,7 @@ class Reading:
                     )
                     for stop in batch.stops
                 ],
+                Kept(_views(batch, arena)),
                 batch.expected.to(device),
                 list(_tails(batch, arena)) if len(itinerary.batches) > 1 else [],
             )
@@ -142,7 +145,7 @@ class Reading:
             walk = _Walk(self, ticket, deadline, pool)
             for prepared in self._batches:
                 walk.receive(prepared)
-                load_weights(_views(prepared.batch, self._arena))
+                load_weights(prepared.weights)
             walk.end()
 
     def close(self) -> bool:
@@ -188,12 +191,14 @@ class _Prepared:
     Args:
         batch: Of the itinerary.
         stops: For each of its stops, the bucket and what is read.
+        weights: Its tensors, in the arena.
         expected: Which of the owner's digests belong to the blocks of the arena.
         tails: The parts of the arena that must be zero before it is read into.
     """
 
     batch: Batch
     stops: list[tuple[int | None, list[_Part]]]
+    weights: Kept
     expected: torch.Tensor
     tails: list[torch.Tensor]
 
@@ -303,20 +308,9 @@ class _Walk:
         expected = self._reading._digests.index_select(0, prepared.expected)
         if torch.equal(made, expected):
             return
-        block = int((made != expected).nonzero()[0])
-        slot = next(
-            s
-            for s in reversed(prepared.batch.layout.slots)
-            if s.offset <= block * BLOCK and s.nbytes
-        )
-        raise CorruptTransfer(
-            f"Tensor {slot.tensor.name!r} did not arrive as the trainer has it",
-            where="verify",
-            expected=f"digest {int(expected[block]) % 2**64:016x} of block {block}",
-            got=f"digest {int(made[block]) % 2**64:016x}",
-            cure="let push return before the weights change; push again; if it stays, look for a "
-            "broken fabric",
-        )
+        layout = prepared.batch.layout
+        names = [slot.tensor.name for slot in layout.slots if slot.nbytes]
+        raise corrupt(made, expected, names, self._reading._itinerary.slices.runs)
 
 
 def _views(batch: Batch, arena: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

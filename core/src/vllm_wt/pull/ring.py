@@ -24,18 +24,14 @@ class Ring:
 
     Args:
         exposure: Says what goes where; it has buckets.
-        device: Of the slots.
+        zeros: Makes a slot of so many bytes.
     """
 
-    def __init__(self, exposure: Exposure, device: torch.device) -> None:
+    def __init__(self, exposure: Exposure, zeros: Callable[[int], torch.Tensor]) -> None:
         assert exposure.buckets is not None
         self.exposure = exposure
         self.buckets: Buckets = exposure.buckets
-        self.slots = [
-            torch.zeros(exposure.slot_nbytes, dtype=torch.uint8, device=device)
-            for _ in range(exposure.slots_used)
-        ]
-
+        self.slots = [zeros(exposure.slot_nbytes) for _ in range(exposure.slots_used)]
         self._digests: dict[tuple[int, int], Digests] = {}
 
     def slot(self, bucket: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -14,14 +15,7 @@ from vllm_wt.deadline import Deadline
 from vllm_wt.digests import BLOCK, Digests
 from vllm_wt.engine import Sender, TrainerWeightTransferEngine
 from vllm_wt.errors import InvalidInfo, ManifestMismatch, WrongOrder
-from vllm_wt.exposed import (
-    Exposed,
-    is_plain,
-    require_memory,
-    require_one_device,
-    same_memory,
-    writes_to,
-)
+from vllm_wt.exposed import Exposed, is_plain, require_memory, require_one_device
 from vllm_wt.info import (
     Handle,
     InitInfo,
@@ -34,7 +28,8 @@ from vllm_wt.info import (
     seconds_left,
 )
 from vllm_wt.packing import as_bytes, meta_of
-from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, Exposure
+from vllm_wt.pull.copied import Copied
+from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, WITHDRAWN, WORD, Exposure
 from vllm_wt.pull.prepared import Prepared
 from vllm_wt.pull.ring import Filling, Ring
 from vllm_wt.source import Announced, WeightSource
@@ -58,6 +53,9 @@ class PullTrainer(TrainerWeightTransferEngine):
     gather, a file that is read, a strided tensor) goes through a ring of a few buffers, in the source's
     order, as the workers read it: the most memory that takes is the ring and one tensor. Memory that
     moved between rounds is noticed and exposed anew.
+
+    Where workers can map the memory (`MappingTransport`), they load from it where it is, until push
+    returns. Tensors that cannot be mapped are copied once a round into memory that can.
 
     Args:
         source: The weights.
@@ -102,14 +100,17 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._digests: torch.Tensor | None = None
         self._digests_of: Digests | None = None
         self._signals: torch.Tensor | None = None
+        self._device = torch.device("cpu")
         self._region: Any = None
-        self._exposed: list[Exposed] = []
-        self._watched: list[Exposed] = []
+        self._exposed = Exposed([])
+        self._watched = Exposed([])
         """Tensors that are there and go through the ring all the same."""
         self._prepared: Prepared | None = None
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copied: Copied | None = None
         self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
         self._owed = False
+        self._is_ready = False
+        """Whether the last publish has come to its end."""
         self._generation = 0
         self._ticket = 0
         self._version = 0
@@ -117,6 +118,10 @@ class PullTrainer(TrainerWeightTransferEngine):
     @property
     def generation(self) -> int:
         return self._generation
+
+    @property
+    def at_once(self) -> bool:
+        return self._is_mapped
 
     def describe(self, deadline: Deadline) -> InitInfo:
         if self._exposure is None:
@@ -133,6 +138,7 @@ class PullTrainer(TrainerWeightTransferEngine):
             packed=exposure.runs,
             bucket_nbytes=exposure.bucket_nbytes,
             slots=exposure.slots,
+            mapped=self._is_mapped,
             handle=self._handle(),
         )
 
@@ -140,9 +146,18 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._version = version
         self._ticket += self._settled.count + 1
         self._owed = bool(self._settled.packed) and not isinstance(self.source, Announced)
+        if self._is_steady():
+            self._synchronize()  # readers see memory, not our streams
+            if self._copied is not None:
+                self._copied.run()
+            self._exposed.look()
+            self._watched.look()
+            return
+        self._is_ready = False
         self._manifest.require_same(self.source.manifest().tensors, where="publish")
         self._expose()
         self._prepare()
+        self._is_ready = True
 
     def send(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
         sender = self.sender(readers, deadline, watch)
@@ -161,7 +176,9 @@ class PullTrainer(TrainerWeightTransferEngine):
         sender.end()
 
     def sender(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> Sender:
-        self._require_in_place()  # memory that has been freed must not be looked at
+        if self._digests is None and self._ring is None:
+            return _Nothing()
+        self._require_kept("nothing was committed")  # what has been freed must not be looked at
         self._synchronize()  # what other streams still write must be in what is copied here, too
         if self._digests is not None and self._digests_of is not None:
             self._digests_of.run(self._digests[: self._digests_of.count])
@@ -196,7 +213,16 @@ class PullTrainer(TrainerWeightTransferEngine):
             deadline=deadline,
         )
 
+    def require_kept(self) -> None:
+        if self._is_mapped:
+            self._require_kept("push again, since engines may have loaded some of both")
+
+    def withdraw(self) -> None:
+        if self._is_mapped and self._signals is not None:
+            self._signal(WITHDRAWN, self._ticket)
+
     def settle(self) -> None:
+        self._progress()  # a round of one call may have had nobody to take its reports
         if self._owed:
             rest = self._pass if self._pass is not None else iter(self.source)
             self._owed, self._pass = False, None
@@ -206,7 +232,7 @@ class PullTrainer(TrainerWeightTransferEngine):
     def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
         # Before a worker says that what came is not what was sent.
         if op in {"poll", "seal", "all"}:
-            self._require_in_place()
+            self._require_kept("nothing was committed")
         return PullUpdateInfo(
             op=op,
             session=self._session,
@@ -229,12 +255,23 @@ class PullTrainer(TrainerWeightTransferEngine):
             if self._transport is not None:
                 self._transport.close()
             self._transport = self._region = None
-            self._exposed = []
-            self._watched = []
+            self._exposed = self._watched = Exposed([])
             self._prepared = None
-            self._copies = {}
+            self._copied = None
             self._exposure = self._ring = None
             self._digests = self._digests_of = self._signals = None
+
+    @property
+    def _is_mapped(self) -> bool:
+        """Whether workers load all of it from where it is."""
+        receives = self._staging not in {"auto", "none"}
+        return (
+            self._maps and not receives and self._exposure is not None and not self._exposure.count
+        )
+
+    @property
+    def _maps(self) -> bool:
+        return self._transport_cls.properties.maps
 
     @property
     def _settled(self) -> Exposure:
@@ -247,7 +284,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         made = self.source.made
         whole: dict[str, torch.Tensor] = {}
         for name, tensor in self.source.at_hand():
-            small = tensor.is_cuda and tensor.nbytes < _SMALL_NBYTES
+            small = tensor.is_cuda and tensor.nbytes < _SMALL_NBYTES and not self._maps
             if tensor.numel() and name not in made and is_plain(tensor) and not small:
                 whole[name] = tensor
         packed = frozenset(
@@ -258,26 +295,49 @@ class PullTrainer(TrainerWeightTransferEngine):
         device = next(iter(whole.values())).device if whole else self.source.device
         nbytes = self._bucket_nbytes or _BUCKET_NBYTES.get(device.type, _BUCKET_NBYTES["cpu"])
         exposure = Exposure(self._manifest, packed, nbytes, _SLOTS, self._verify == "digest")
+        zeros = partial(self._zeros, device=device)
         if exposure.count:
-            self._ring = Ring(exposure, device)
+            self._ring = Ring(exposure, zeros)
         if exposure.digested:
-            self._digests = torch.zeros(max(1, exposure.blocks), dtype=torch.int64, device=device)
-        self._signals = torch.zeros(SIGNAL_WORDS, dtype=torch.int64, device=device)
-        self._exposure = exposure
+            self._digests = zeros(max(1, exposure.blocks) * WORD).view(torch.int64)
+        self._exposure, self._device = exposure, device
+        signals_on = torch.device("cpu") if self._is_mapped else device
+        self._signals = self._zeros(SIGNAL_WORDS * WORD, signals_on).view(torch.int64)
+
+    def _zeros(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of our own that can be exposed."""
+        if not self._maps:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        transport: Any = self._transport_cls
+        zeros: torch.Tensor = transport.allocate(nbytes, device)
+        return zeros
+
+    def _is_steady(self) -> bool:
+        """Whether everything is as it was exposed, and prepared, in the last round."""
+        return (
+            self._is_ready
+            and self._region is not None
+            and self.source.is_same()
+            and self._exposed.in_place
+            and self._watched.in_place
+            and (self._copied is None or self._copied.can_repeat)
+            and (self._prepared is not None or self._ring is None)
+        )
 
     def _buffers(self) -> list[torch.Tensor]:
         """The tensors that are exposed in place, as they are to be read."""
         exposure, made = self._settled, self.source.made
         found: dict[str, torch.Tensor] = {}
+        elsewhere: dict[str, torch.Tensor] = {}
         for name, tensor in self.source.at_hand():
             if name in exposure.buffer:
                 self._require_as_announced(name, tensor)
                 require_memory(name, tensor)
                 # One that was plain when the session began, and is not for now, is copied.
-                in_place = name not in made and is_plain(tensor)
-                found[name] = tensor if in_place else self._copy(name, tensor)
+                in_place = name not in made and is_plain(tensor) and self._is_exposable(tensor)
+                (found if in_place else elsewhere)[name] = tensor
         for name in exposure.buffer:
-            if name not in found:
+            if name not in found and name not in elsewhere:
                 raise ManifestMismatch(
                     f"Tensor {name!r} was there in full when the session began, and is not now",
                     where="source",
@@ -285,7 +345,19 @@ class PullTrainer(TrainerWeightTransferEngine):
                     got="one that is gathered, or made in another way",
                     cure="connect again after changing what is sent",
                 )
+        if elsewhere:
+            self._synchronize()  # what other streams still write must be in what is copied
+            zeros = partial(self._zeros, device=self._device)
+            self._copied = Copied(elsewhere, zeros, self._copied)
+            self._copied.run()
+            found |= self._copied.views
+        else:
+            self._copied = None
         return [found[name] for name in exposure.buffer]
+
+    def _is_exposable(self, tensor: torch.Tensor) -> bool:
+        transport: Any = self._transport_cls
+        return not self._maps or bool(transport.exposable(tensor))
 
     def _prepare(self) -> None:
         """Find out whether all that goes through the ring is there, and stays while it is copied."""
@@ -300,7 +372,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         for name, tensor in there.items():
             self._require_as_announced(name, tensor)
             require_memory(name, tensor)
-        self._watched = [Exposed.of(tensor) for tensor in there.values()]
+        self._watched = Exposed(list(there.values()))
         if len(there) < len(exposure.packed):
             self._prepared = None
         elif self._prepared is None or not self._prepared.made_of(there):
@@ -318,18 +390,6 @@ class PullTrainer(TrainerWeightTransferEngine):
                 cure="let the source's manifest and its tensors agree",
             )
 
-    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._synchronize()
-        kept = self._copies.get(name)
-        if kept is None or (kept.shape, kept.dtype, kept.device) != (
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-        ):
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            self._copies[name] = kept
-        return kept.copy_(tensor)
-
     def _expose(self) -> None:
         """Make the source's current values readable; a new generation when memory has moved."""
         buffers = self._buffers()
@@ -339,46 +399,28 @@ class PullTrainer(TrainerWeightTransferEngine):
             *((as_bytes(self._digests),) if self._digests is not None else ()),
             as_bytes(self._signals),
         ]
-        require_one_device([*buffers, self._signals])
+        require_one_device(buffers, self._device)
         self._synchronize()  # readers see memory, not our streams
         with self._lock:
-            former, self._exposed = self._exposed, [Exposed.of(buffer) for buffer in buffers]
-            if self._region is not None and same_memory(former, self._exposed):
+            former, self._exposed = self._exposed, Exposed(buffers)
+            if self._region is not None and former.has_same_memory(self._exposed):
                 return
             if self._transport is None:
-                self._transport = self._transport_cls(
-                    f"trainer-{self._session[:12]}", self._signals.device
-                )
+                self._transport = self._transport_cls(f"trainer-{self._session[:12]}", self._device)
             elif self._region is not None:
                 region, self._region = self._region, None  # gone, whatever fails from here on
                 self._transport.revoke(self._generation)
                 self._transport.unregister(region)
             if self._digests is not None:
-                self._digests_of = Digests([exposed.memory for exposed in self._exposed])
-            memory = [*(exposed.memory for exposed in self._exposed), *ours]
+                self._digests_of = Digests(self._exposed.memory)
+            memory = [*self._exposed.memory, *ours]
             self._region = self._transport.register(memory)
             self._generation += 1  # first: one that was revoked must not be told again
 
-    def _require_in_place(self) -> None:
+    def _require_kept(self, cure: str) -> None:
         """What the workers have read was in the memory that was exposed, all the time."""
-        for exposed in (*self._exposed, *self._watched):
-            if not exposed.in_place:
-                raise ManifestMismatch(
-                    "A tensor was freed or resized while the workers were reading it",
-                    where=exposed.title,
-                    expected="memory that stays until push returns",
-                    got="other memory, or none",
-                    cure="let push return before memory is freed or resized; nothing was committed",
-                )
-        for exposed in (*self._exposed, *self._watched):
-            if writes_to(exposed.buffer) != exposed.writes:
-                raise ManifestMismatch(
-                    "A tensor was written to while the workers were reading it",
-                    where=exposed.title,
-                    expected="values that stay until push returns",
-                    got="a change in place",
-                    cure="let push return before the next training step; nothing was committed",
-                )
+        self._exposed.require_kept(cure)
+        self._watched.require_kept(cure)
 
     def _progress(self) -> None:
         with self._lock:
@@ -394,12 +436,12 @@ class PullTrainer(TrainerWeightTransferEngine):
         assert self._signals is not None
         self._synchronize()
         self._signals[signal] = number
-        self._synchronize()
+        if self._signals.is_cuda:
+            self._synchronize()
 
     def _synchronize(self) -> None:
-        assert self._signals is not None
-        if self._signals.is_cuda:
-            torch.cuda.synchronize(self._signals.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _handle(self) -> Handle:
         with self._lock:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from vllm_wt.deadline import Deadline
 from vllm_wt.digests import BLOCK
 from vllm_wt.engine import LoadWeights, WeightTransferEngine, WorkerContext
-from vllm_wt.errors import WrongOrder
+from vllm_wt.errors import Aborted, TransportError, WrongOrder
 from vllm_wt.info import Handle, PullInitInfo, PullUpdateInfo
 from vllm_wt.loading.arena import Arena, Choice
 from vllm_wt.loading.batches import batches
@@ -22,6 +24,7 @@ from vllm_wt.loading.staging import Intake
 from vllm_wt.packing import Layout
 from vllm_wt.pull.exposure import Exposure
 from vllm_wt.pull.itinerary import Itinerary
+from vllm_wt.pull.mapped import Mapped
 from vllm_wt.pull.reading import Reading
 from vllm_wt.transport import Transport
 
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 STREAMED_NBYTES: Final = 256 << 20
 """About what is received at a time where an update is loaded while it arrives."""
+_DEATH_S = 0.5
+"""Seconds between two looks at whether a trainer lives whose memory is mapped."""
 _CHUNK_NBYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
 """Bytes of a pass. On a CPU a part is verified while the next one is read."""
 
@@ -56,12 +61,19 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._transport_cls = transport_cls
         self._arena = Arena(context.device)
         self._planned: tuple[Slices, Choice, Sequence[Sequence[str]]] | None = None
+        self._slices: Slices | None = None
         self._itinerary: Itinerary | None = None
+        """What to read, unless it is mapped."""
+        self._exposure: Exposure | None = None
         self._choice = Choice("device", "nothing is received yet")
         self._handle: Handle | None = None
         self._counted = True
-        self._reading: Reading | None = None
-        self._quarantine: list[Reading] = []
+        self._reading: Reading | Mapped | None = None
+        self._watch = threading.Event()
+        """Set once the mapped memory of a trainer needs no watching any more."""
+        self._quarantine: list[Reading | Mapped] = []
+        self._in_use = threading.RLock()
+        """Held while the connection is used, made or dropped."""
         self._receiving: Deadline | None = None
         self._given_up: str | None = None
 
@@ -85,6 +97,12 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             max(BLOCK, alignment) if exposure.digested else alignment,
             properties.max_descriptors,
         )
+        if init_info.mapped and properties.maps:
+            streams = init_info.staging == "none"
+            why = "the trainer's memory is mapped, and is loaded from where it is"
+            self._planned = slices, Choice("none" if streams else "mapped", why), ()
+            every = tuple(tensor.name for tensor in plan.manifest.tensors)
+            return Intake(plan, (every,) if streams else None, at_hand=True)
         needed = Layout(slices.plan.manifest, alignment=BLOCK).nbytes
         choice = self._arena.choose(init_info.staging, needed, host="cpu" in properties.memory)
         names = tuple(tensor.name for tensor in slices.plan.manifest.tensors)
@@ -101,19 +119,22 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             self.plan_receive(LoadPlan.of_whole(manifest, "no plan"), init_info)
             planned, self._planned = self._planned, None
             assert planned is not None
-        slices, self._choice, parts = planned
+        self._slices, self._choice, parts = planned
         properties = self._transport_cls.properties
-        self._handle = init_info.handle
+        self._handle = self._nearest((init_info.handle, *init_info.others))
         self._counted = init_info.verify != "off"
-        self._itinerary = Itinerary(
-            Exposure.of(init_info, manifest),
-            slices,
-            parts,
-            owner=init_info.handle.owner,
-            chunk_nbytes=_CHUNK_NBYTES[self._device.type],
-            most=properties.max_descriptors,
-            alignment=properties.alignment,
-        )
+        self._exposure = Exposure.of(init_info, manifest)
+        self._itinerary = None
+        if parts:
+            self._itinerary = Itinerary(
+                self._exposure,
+                self._slices,
+                parts,
+                owner=self._handle.owner,
+                chunk_nbytes=_CHUNK_NBYTES[self._device.type],
+                most=properties.max_descriptors,
+                alignment=properties.alignment,
+            )
         self._connect(Deadline(init_info.deadline_s))
         logger.info(
             "vllm-wt: staging %s (%s), %d bytes", *vars(self._choice).values(), self._arena.nbytes
@@ -126,17 +147,46 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         deadline = self._receiving = Deadline(update_info.deadline_s)
         if self._given_up is not None:  # before this thread got here
             deadline.cancel(self._given_up)
-        try:
-            if update_info.handle is not None:
+        with self._in_use:
+            try:
+                if update_info.handle is not None:
+                    handle = self._nearest((update_info.handle, *update_info.others))
+                    if handle != self._handle or not update_info.others:
+                        self._drop_connection()
+                        self._handle = handle
+                if self._reading is None:
+                    self._connect(deadline)
+                assert self._reading is not None
+                self._reading.run(update_info.ticket, load_weights, deadline)
+            except BaseException:
                 self._drop_connection()
-                self._handle = update_info.handle
-            if self._reading is None:
-                self._connect(deadline)
-            assert self._reading is not None
-            self._reading.run(update_info.ticket, load_weights, deadline)
-        except BaseException:
-            self._drop_connection()
-            raise
+                raise
+
+    def require_kept(self) -> None:
+        if self._itinerary is None:  # else what was received is in memory of our own
+            with self._in_use:
+                self._mapped().require_kept()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        if self._itinerary is not None:
+            yield
+            return
+        with self._in_use:
+            mapped = self._mapped()
+            yield
+            mapped.require_kept()
+
+    def _mapped(self) -> Mapped:
+        if isinstance(self._reading, Mapped):
+            return self._reading
+        raise Aborted(
+            "The trainer has ended, and its memory was given back",
+            where="mapped memory",
+            expected="a trainer that lives until the engine has committed",
+            got="one that is gone",
+            cure="connect again, and push",
+        )
 
     def abort_weight_update(self, reason: str) -> None:
         self._given_up = reason
@@ -144,13 +194,14 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             self._receiving.cancel(reason)
 
     def report(self) -> dict[str, Any]:
-        """Where it receives and why, the memory held for that, and what an update needs of it.
+        """Whom it reads, where it receives and why, the memory held for that, and what an update needs.
 
         What is held is the peak, too: it grows before a round, and is kept. Only the memory of a
         round that failed, while a fabric may still write to it, comes on top.
         """
         needed = 0 if self._itinerary is None else self._itinerary.arena_nbytes
         return {
+            "owner": "" if self._handle is None else self._handle.owner,
             "staging": self._choice.staging,
             "why": self._choice.why,
             "arena_nbytes": self._arena.nbytes,
@@ -160,30 +211,77 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
     def shutdown(self) -> None:
         self._drop_connection()
         self._release_quarantine()
-        self._itinerary = self._handle = None
+        self._itinerary = self._exposure = self._slices = self._handle = None
 
     @property
     def _device(self) -> torch.device:
         """Of the memory that is received into."""
         return torch.device("cpu") if self._choice.staging == "host" else self.context.device
 
+    def _nearest(self, handles: Sequence[Handle]) -> Handle:
+        """That of the trainer's rank whose memory this worker is to read.
+
+        Raises:
+            TransportError: None of several is near it.
+        """
+        if len(handles) == 1:
+            return handles[0]
+        transport: Any = self._transport_cls
+        backend, device = self.context.backend, self.context.device
+        near = [
+            handle
+            for handle in handles
+            if not hasattr(transport, "is_near")
+            or transport.is_near(handle.unwrap(backend=backend), device)
+        ]
+        if not near:
+            raise TransportError(
+                "No rank of the trainer has its weights where this worker can read them",
+                where=f"worker {self.context.rank} on {device}",
+                expected="a rank on this worker's GPU",
+                got=f"{len(handles)} ranks elsewhere",
+                cure="run a rank of the trainer on each GPU that has a worker; connect on all",
+            )
+        return near[self.context.rank % len(near)]
+
     def _connect(self, deadline: Deadline) -> None:
-        if self._itinerary is None or self._handle is None:
+        if self._exposure is None or self._slices is None or self._handle is None:
             raise WrongOrder("No connection to a trainer", cure="connect first")
         self._release_quarantine()
-        arena = self._arena.take(self._itinerary.arena_nbytes, self._choice.staging)
+        arena = None
+        if self._itinerary is not None:
+            arena = self._arena.take(self._itinerary.arena_nbytes, self._choice.staging)
         name = f"worker{self.context.rank}-{uuid.uuid4().hex[:12]}"
-        transport = self._transport_cls(name, self._device)
+        transport: Any = self._transport_cls(name, self._device)
+        backend = self.context.backend
         try:
-            self._reading = Reading(
-                transport,
-                self._itinerary,
-                arena,
-                self._handle,
-                backend=self.context.backend,
-                counted=self._counted,
-                deadline=deadline,
-            )
+            if self._itinerary is None or arena is None:
+                self._reading = Mapped(
+                    transport,
+                    self._exposure,
+                    self._slices.runs,
+                    self._handle,
+                    self._device,
+                    backend=backend,
+                    deadline=deadline,
+                )
+                self._watch = threading.Event()
+                threading.Thread(
+                    target=self._drop_when_dead,
+                    args=(self._reading, self._watch),
+                    name="vllm-wt-mapped",
+                    daemon=True,
+                ).start()
+            else:
+                self._reading = Reading(
+                    transport,
+                    self._itinerary,
+                    arena,
+                    self._handle,
+                    backend=backend,
+                    counted=self._counted,
+                    deadline=deadline,
+                )
         except BaseException:
             transport.close()
             raise
@@ -192,11 +290,27 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._quarantine = [reading for reading in self._quarantine if not reading.close()]
 
     def _drop_connection(self) -> None:
-        reading, self._reading = self._reading, None
-        if reading is not None and not reading.close():
-            # Something may still write into the arena: it is kept, unused, until that is over.
-            self._quarantine.append(reading)
-            self._arena.abandon()
+        with self._in_use:
+            self._watch.set()
+            reading, self._reading = self._reading, None
+            if reading is not None and not reading.close():
+                # Something may still write into the arena: it is kept, unused, until that is over.
+                self._quarantine.append(reading)
+                self._arena.abandon()
+
+    def _drop_when_dead(self, reading: Mapped, stop: threading.Event) -> None:
+        """Give the memory of a trainer that has died back: it may want to start again, and need it."""
+        while not stop.wait(_DEATH_S):
+            with self._in_use:
+                if self._reading is not reading:
+                    return
+                try:
+                    reading.check()
+                except Exception as error:  # of any class: there is nobody here to raise it to
+                    # As text: a log that keeps the error would keep the memory.
+                    logger.warning("vllm-wt: the trainer's memory is given back: %s", str(error))
+                    self._drop_connection()
+                    return
 
 
 def _parts(plan: LoadPlan, needed: frozenset[str]) -> tuple[tuple[str, ...], ...]:

@@ -37,6 +37,11 @@ class WeightSource(ABC):
         """
         return iter(()) if self.made else iter(self)
 
+    def is_same(self) -> bool:
+        """Whether :meth:`at_hand` would yield all of the manifest, and the very tensors that it did the
+        last time, under the same names; False where that takes as long as to yield them."""
+        return False
+
     @property
     def device(self) -> torch.device:
         """Where to put tensors together that are not there in full yet; best where they are made."""

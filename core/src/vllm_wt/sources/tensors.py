@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from abc import abstractmethod
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
@@ -10,10 +11,40 @@ from typing import Any
 import torch
 
 from vllm_wt.errors import InvalidInfo
+from vllm_wt.exposed import placed
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import meta_of
 from vllm_wt.sources.base import WeightSource
-from vllm_wt.sources.whole import is_gathered, is_sharded, require_sendable, whole
+from vllm_wt.sources.whole import is_dtensor, is_gathered, is_sharded, require_sendable, whole
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+class _Look:
+    """What a source had at one time, and where; made in every push, and so in little time."""
+
+    def __init__(self, names: list[Any], objects: list[Any], values: list[Any]) -> None:
+        self._names = names
+        self._objects = objects
+        self._values = values
+        # `tensor.data = other` leaves the object, and what was detached from it, as they were.
+        self._placed: tuple[list[Any], ...] | None = None
+
+    def keep(self) -> _Look | None:
+        """For a later comparison; None where these tensors cannot be compared."""
+        if any(type(value) not in _PLAIN for value in self._values):
+            return None
+        self._placed = placed(self._values)
+        return self
+
+    def is_same(self, kept: _Look) -> bool:
+        """Whether all is as it was when ``kept`` was."""
+        return (
+            self._names == kept._names
+            and len(self._objects) == len(kept._objects)
+            and all(map(operator.is_, self._objects, kept._objects))
+            and placed(self._values) == kept._placed
+        )
 
 
 class TensorSource(WeightSource):
@@ -28,10 +59,15 @@ class TensorSource(WeightSource):
     """
 
     _where = "source"
+    _last: _Look | None = None
 
     @abstractmethod
     def _items(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The names and values as they are now."""
+
+    def _look(self) -> _Look | None:
+        """What :meth:`_items` goes by, in little time; None where it can't be told."""
+        return None
 
     def manifest(self) -> Manifest:
         return Manifest(tuple(meta_of(name, tensor) for name, tensor in self._checked()))
@@ -41,9 +77,19 @@ class TensorSource(WeightSource):
             yield name, whole(name, tensor, where=self._where)
 
     def at_hand(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._last = None
+        look = self._look()
+        look = None if look is None else look.keep()
         for name, tensor in self._checked():
+            if is_dtensor(tensor):
+                look = None
             if not is_gathered(tensor):
                 yield name, whole(name, tensor, where=self._where)
+        self._last = look  # whoever asked has taken all of it
+
+    def is_same(self) -> bool:
+        last, now = self._last, self._look()
+        return last is not None and now is not None and now.is_same(last)
 
     @property
     def device(self) -> torch.device:
@@ -78,6 +124,12 @@ class StateDictSource(TensorSource):
 
     def _items(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._state.items()
+
+    def _look(self) -> _Look | None:
+        if type(self) is not StateDictSource:  # which may go by something else
+            return None
+        values = list(self._state.values())
+        return _Look(list(self._state), values, values)
 
 
 class PairsSource(TensorSource):
@@ -139,6 +191,27 @@ class ModuleSource(TensorSource):
             if is_gathered(tensor) or (name.startswith(fsdp2) and not is_sharded(tensor))
         )
 
+    def _look(self) -> _Look | None:
+        if type(self) is not ModuleSource or self._buffers or _has_own_names(self._module):
+            return None
+        root = self._module
+        modules: list[torch.nn.Module] = [root]
+        seen = {id(root)}
+        names: list[Any] = []
+        objects: list[Any] = []
+        for module in modules:  # which grows meanwhile
+            names += (list(module._modules), list(module._parameters))
+            objects += (module, *module._modules.values(), *module._parameters.values())
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+        fsdp2 = _fsdp2_class()
+        if fsdp2 is not None and any(isinstance(module, fsdp2) for module in modules):
+            return None  # it gathers, and takes away again, at times of its own
+        values = [p for module in modules for p in module._parameters.values() if p is not None]
+        return _Look(names, objects, values)
+
     def _items(self) -> Iterator[tuple[str, torch.Tensor]]:
         _refuse_fsdp1(self._module)
         yield from self._module.named_parameters()
@@ -147,8 +220,22 @@ class ModuleSource(TensorSource):
             yield from ((n, b) for n, b in self._module.named_buffers() if n in persistent)
 
 
+def _has_own_names(module: torch.nn.Module) -> bool:
+    """Whether a module names its parameters in a way of its own."""
+    cls = torch.nn.Module
+    return any(
+        getattr(type(module), name) is not getattr(cls, name) or name in module.__dict__
+        for name in ("named_parameters", "named_modules", "_named_members")
+    )
+
+
+def _fsdp2_class() -> type | None:
+    """None where nobody has imported it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
 def _fsdp2_prefixes(module: torch.nn.Module) -> Iterator[str]:
-    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    cls = _fsdp2_class()
     if cls is not None:
         for name, sub in module.named_modules():
             if isinstance(sub, cls):

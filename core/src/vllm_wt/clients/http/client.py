@@ -22,7 +22,8 @@ from vllm_wt.clients.http.secrets import Secrets
 from vllm_wt.clients.limits import call_limit_s, require_seconds, text_or_none, worker_count
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, UnsupportedVllm, WrongOrder
-from vllm_wt.reports import METHOD, can_report, report_list
+from vllm_wt.methods import REPORT
+from vllm_wt.reports import can_report, report_list
 
 _MAX_BODY = 1 << 23
 """Bytes of a reply: an answer has some tens, and an error may quote the request."""
@@ -236,7 +237,7 @@ class HttpClient:
         """
         if not can_report(self.configured_backend()):
             return None
-        body = json.dumps({"method": METHOD}).encode()
+        body = json.dumps({"method": REPORT}).encode()
         limit = Deadline(self._timeouts.query_s)
         reply = self._exchange("POST", "/collective_rpc", body, limit, "query_s")
         if reply.status in _NO_SUCH_CALL:
