@@ -1,58 +1,16 @@
-"""From copies to runs of bytes between addresses: checked, merged, cut into parts."""
+"""From checked copies to runs of bytes between addresses: merged, cut into parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from vllm_wt.errors import OutOfBounds
 from vllm_wt.packing.host import Run
 from vllm_wt.transport import Copy
-from vllm_wt_ipc import BACKEND
 
 PART_BYTES = 64 << 20
 """Most bytes that are copied between two looks at the time: some 10 ms on a host."""
 PART_RUNS = 1 << 14
 """Most runs, since very short ones take about a microsecond each."""
-
-
-def check_copies(
-    copies: Iterable[Copy], targets: Sequence[int], sources: Mapping[str, Sequence[int]]
-) -> None:
-    """Refuse copies that leave their buffers.
-
-    Args:
-        copies: The plan; every owner of it is in ``sources``.
-        targets: Sizes of the reader's buffers.
-        sources: Sizes of each owner's buffers.
-
-    Raises:
-        OutOfBounds: Names the copy, the buffer and its size.
-    """
-    for number, copy in enumerate(copies):
-        _check_end(number, copy, "source", copy.source, copy.source_offset, sources[copy.owner])
-        _check_end(number, copy, "target", copy.target, copy.target_offset, targets)
-
-
-def _check_end(
-    number: int, copy: Copy, side: str, index: int, offset: int, sizes: Sequence[int]
-) -> None:
-    if not 0 <= index < len(sizes):
-        expected, got = f"a {side} buffer below {len(sizes)}", f"{side} buffer {index}"
-    elif copy.nbytes < 1:
-        expected, got = "at least 1 byte", f"{copy.nbytes} bytes"
-    elif not 0 <= offset <= sizes[index] - copy.nbytes:
-        expected = f"within the {sizes[index]} bytes of {side} buffer {index}"
-        got = f"{copy.nbytes} bytes from offset {offset}"
-    else:
-        return
-    raise OutOfBounds(
-        f"Copy {number} from owner {copy.owner!r} leaves the {side} memory",
-        backend=BACKEND,
-        where=f"copy {number}",
-        expected=expected,
-        got=got,
-        cure="both sides must describe the same tensors; connect again",
-    )
 
 
 def runs_of(

@@ -7,11 +7,12 @@ from contextlib import suppress
 
 import torch
 
+from vllm_wt.bounds import check_copies
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import TransportError, WeightTransferError, WrongOrder
 from vllm_wt.transport import Copy, Progress, TransportProperties
 from vllm_wt_ipc import BACKEND, cuda, devices, host, memory
-from vllm_wt_ipc.batching import check_copies, runs_of
+from vllm_wt_ipc.batching import runs_of
 from vllm_wt_ipc.connection import Connection
 from vllm_wt_ipc.device_mover import DeviceMover
 from vllm_wt_ipc.exposures import Exposures
@@ -221,9 +222,8 @@ class IpcTransport:
         names = dict.fromkeys(copy.owner for copy in copies)
         owners = {name: self._require_open(name, "prepare") for name in names}
         sources = {name: owner.buffers for name, owner in owners.items()}
-        check_copies(
-            copies, region.sizes, {name: [b.numel() for b in own] for name, own in sources.items()}
-        )
+        sizes = {name: [each.numel() for each in own] for name, own in sources.items()}
+        check_copies(copies, region.sizes, sizes, backend=BACKEND)
         nbytes = sum(copy.nbytes for copy in copies)
         mover = self._mover(region, copies, sources, nbytes)
         return Plan(region, tuple(owners.values()), mover, nbytes)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from vllm_wt.errors import OutOfBounds
+from vllm_wt import bounds
 from vllm_wt.transport import Copy
 from vllm_wt_rdma.endpoint import Row
 from vllm_wt_rdma.info import BufferInfo
@@ -48,31 +48,8 @@ def check_copies(
     Raises:
         OutOfBounds: Names the copy, the buffer and its size.
     """
-    for number, copy in enumerate(copies):
-        _check_end(number, copy, "source", copy.source, copy.source_offset, sources[copy.owner])
-        _check_end(number, copy, "target", copy.target, copy.target_offset, targets)
-
-
-def _check_end(
-    number: int, copy: Copy, side: str, index: int, offset: int, buffers: Sequence[BufferInfo]
-) -> None:
-    if not 0 <= index < len(buffers):
-        expected, got = f"a {side} buffer below {len(buffers)}", f"{side} buffer {index}"
-    elif copy.nbytes < 1:
-        expected, got = "at least 1 byte", f"{copy.nbytes} bytes"
-    elif not 0 <= offset <= buffers[index].nbytes - copy.nbytes:
-        expected = f"within the {buffers[index].nbytes} bytes of {side} buffer {index}"
-        got = f"{copy.nbytes} bytes from offset {offset}"
-    else:
-        return
-    raise OutOfBounds(
-        f"Copy {number} from owner {copy.owner!r} leaves the {side} memory",
-        backend=BACKEND,
-        where=f"copy {number}",
-        expected=expected,
-        got=got,
-        cure="both sides must describe the same tensors; connect again",
-    )
+    sizes = {name: [buffer.nbytes for buffer in own] for name, own in sources.items()}
+    bounds.check_copies(copies, [buffer.nbytes for buffer in targets], sizes, backend=BACKEND)
 
 
 def batch(
