@@ -112,14 +112,14 @@ def _measure_wire(
     received = samples.get("received")
     mapped = received is not None
     bound = _MAPPED_BOUND if mapped else _WIRE_BOUND
-    ratio = _ratio(raw, ours)
-    verify = _ratio(ours, counted) - 1
+    ratio = round(_ratio(raw, ours), 3)
+    verify = round(_ratio(ours, counted) - 1, 3)
     return {
         "name": "wire",
         "value": round(nbytes / statistics.median(ours) / 1e9, 3),
         "baseline": round(nbytes / statistics.median(raw) / 1e9, 3),
         "unit": "GB/s",
-        "ratio": round(ratio, 3),
+        "ratio": ratio,
         "bound": bound,
         "ok": ratio >= bound and checked and (mapped or verify <= _VERIFY_BOUND),
         "samples": {
@@ -136,7 +136,7 @@ def _measure_wire(
             "checked": checked,
             "mapped": mapped,
             **(
-                {"digests_cost": round(verify, 3), "digests_cost_bound": _VERIFY_BOUND}
+                {"digests_cost": verify, "digests_cost_bound": _VERIFY_BOUND}
                 if received is None
                 else {"received_ratio": round(_ratio(raw, received), 3)}
             ),

@@ -49,13 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
         save_config(Path(folder), arguments.megabytes)
         measured = _measured(folder, arguments.rounds)
     commit_s, copy_s, nbytes = (measured.pop(key) for key in ("commit_s", "copy_s", "nbytes"))
-    ratio = statistics.median(c / f for c, f in zip(commit_s, copy_s, strict=True))
+    ratio = round(statistics.median(c / f for c, f in zip(commit_s, copy_s, strict=True)), 3)
     result = {
         "name": "commit",
         "value": round(statistics.median(commit_s) * 1e3, 3),
         "baseline": round(statistics.median(copy_s) * 1e3, 3),
         "unit": "ms",
-        "ratio": round(ratio, 3),
+        "ratio": ratio,
         "bound": _BOUND,
         "ok": ratio <= _BOUND and measured["checked"],
         "samples": {"ours_s": commit_s, "baseline_s": copy_s},

@@ -56,13 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
     measured = _measured(arguments.device, sizes, arguments.rounds)
     ours, flat, nbytes = (measured.pop(key) for key in ("ours_s", "baseline_s", "nbytes"))
     bound = _BOUNDS[arguments.device]
-    ratio = statistics.median(2 * f / o for o, f in zip(ours, flat, strict=True))
+    ratio = round(statistics.median(2 * f / o for o, f in zip(ours, flat, strict=True)), 3)
     result = {
         "name": "pack",
         "value": round(2 * nbytes / statistics.median(ours) / 1e9, 3),
         "baseline": round(nbytes / statistics.median(flat) / 1e9, 3),
         "unit": "GB/s",
-        "ratio": round(ratio, 3),
+        "ratio": ratio,
         "bound": bound,
         "ok": ratio >= bound and measured["checked"],
         "samples": {"ours_s": ours, "baseline_s": flat},

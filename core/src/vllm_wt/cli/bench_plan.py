@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _result(recorded: dict[str, Any], rounds: dict[str, Any]) -> dict[str, Any]:
     ours, theirs, tensors = rounds["ours_s"], rounds["baseline_s"], rounds["tensors"]
-    ratio = statistics.median(o / t for o, t in zip(ours, theirs, strict=True))
+    ratio = round(statistics.median(o / t for o, t in zip(ours, theirs, strict=True)), 4)
     small, *real = recorded.values()
     within = small["seconds"] <= _SECONDS and small["megabytes"] <= _MEGABYTES
     return {
@@ -124,7 +124,7 @@ def _result(recorded: dict[str, Any], rounds: dict[str, Any]) -> dict[str, Any]:
         "value": round(statistics.median(ours) / tensors * 1e6, 3),
         "baseline": round(statistics.median(theirs) / tensors * 1e6, 3),
         "unit": "us/tensor",
-        "ratio": round(ratio, 4),
+        "ratio": ratio,
         "bound": _BOUND,
         "ok": ratio <= _BOUND and within and rounds["checked"],
         "samples": {"ours_s": ours, "baseline_s": theirs},

@@ -34,7 +34,7 @@ def report(result: dict[str, Any], summary: str, *, json_only: bool) -> int:
 
     Args:
         result: Has ``name``, ``value``, ``baseline``, ``unit``, ``ratio``, ``bound``, ``ok``,
-            ``samples`` and ``details``.
+            ``samples`` and ``details``. What is held against a bound is held as it is printed.
         summary: It in words, for people.
         json_only: Whether to leave that out.
     """
