@@ -14,6 +14,7 @@ BACKEND_KEYS = {
     "name",
     "vllm_name",
     "kind",
+    "native",
     "distribution",
     "version",
     "capabilities",
@@ -56,6 +57,7 @@ def test_json(site, capsys):
         "name": "t_one",
         "vllm_name": None,
         "kind": "transport",
+        "native": False,
         "distribution": "dist-t_one",
         "version": "2.3",
         "capabilities": ["cpu", "zero-copy"],
@@ -92,6 +94,21 @@ def test_text(site, capsys):
         ["t_one", "(vLLM", "not", "installed)", "transport", "dist-t_one", "2.3", "reads"],
         ["t_two", "(vLLM", "not", "installed)", "transport", "dist-t_two", "1.0", "writes"],
     ]
+
+
+def test_a_backend_with_an_engine_in_vllms_own_form(site, capsys):
+    both = good_source("t_one").replace("summary=", 'native="some_package.own:Engine", summary=')
+    alone = both.replace("TRANSPORT", "NATIVE").replace("t_one", "t_two")
+    alone = alone.replace('transport="some_package.transport:Transport",', "")
+    install(site, "t_one", both)
+    install(site, "t_two", alone)
+    assert main(["list"]) == 0
+    _, one, two = capsys.readouterr().out.splitlines()
+    assert one.split()[4] == "transport+native"
+    assert two.split()[4] == "native"
+    assert main(["list", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["backends"]
+    assert [(row["kind"], row["native"]) for row in told] == [("transport", True), ("native", True)]
 
 
 def test_text_of_a_broken_package_has_the_cure(site, capsys):

@@ -13,23 +13,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_wt import native, registry
 from vllm_wt.cli import main
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import InvalidInfo
-from vllm_wt.registry import Backend
+from vllm_wt.registry import Backend, Registry
 from vllm_wt.spec import BackendSpec, Capability, Kind
 from vllm_wt.testing.conformance import BackendConformance
 from vllm_wt.testing.conformance.gate import (
     is_of_mapping,
     mapping_only,
     needs,
+    of_the_package,
     transports_only,
     why_not,
 )
 from vllm_wt.testing.conformance.known import read_known_failures
 from vllm_wt.testing.conformance.memory import zeros
+from vllm_wt.testing.conformance.package import Package
 from vllm_wt.testing.conformance.process import Ended, Forker, Hang, Process, Untyped
 from vllm_wt.testing.conformance.report import Report
+
+from .support.native_engine import MyEngine
 
 LIGHT = "test_the_entry_point_imports_nothing_heavy"
 
@@ -63,6 +68,40 @@ def test_a_check_of_transports_is_for_them_only():
     engine = spec(kind=Kind.ENGINE, transport=None, worker="t:W", trainer="t:T")
     assert why_not(TransportChecks.test_any, engine) == "for backends of kind transport only"
     assert why_not(TransportChecks.test_any, spec()) is None
+
+
+@of_the_package
+class PackageChecks:
+    def test_any(self):
+        pass
+
+
+def test_an_engine_in_vllms_own_form_is_held_to_what_its_package_says_alone():
+    own = spec(kind=Kind.NATIVE, transport=None, native="t:N", capabilities={Capability.ZERO_COPY})
+    assert why_not(PackageChecks.test_any, own) is None
+    assert why_not(Checks.test_claimed, own).startswith("for backends that WeightSync drives")
+    assert why_not(TransportChecks.test_any, own).startswith("for backends that WeightSync drives")
+
+
+@pytest.mark.parametrize(
+    ("cls", "says"),
+    [
+        (MyEngine, []),
+        (object, ["t:N does not derive from", "init_info_cls", "update_info_cls"]),
+        (type("Half", (native.WeightTransferEngine,), {}), ["lacks", "init_info_cls", "update_"]),
+        (type("Odd", (MyEngine,), {"shutdown": lambda self, hard: None}), ["Odd.shutdown"]),
+    ],
+    ids=["good", "foreign", "unfinished", "other arguments"],
+)
+def test_the_class_of_an_engine_in_vllms_own_form(monkeypatch, cls, says):
+    found = Registry()
+    found.add(Backend(spec(kind=Kind.NATIVE, transport=None, native="t:N"), "dist-t", "1.0"))
+    monkeypatch.setattr(registry, "default", lambda: found)
+    monkeypatch.setattr(registry, "resolve", lambda path, backend: cls)
+    problems = Package("t").problems()
+    assert len(problems) == len(says)
+    for problem, text in zip(problems, says, strict=True):
+        assert text in problem
 
 
 @mapping_only

@@ -154,7 +154,7 @@ def test_a_round_says_what_it_holds(loader):
     worker.update(update_info("open", 5))
     assert worker.report() == new | {"version": 4, "state": "receiving"}
     worker.update(update_info("seal", 5))
-    worker.torn = worker._streams = True
+    worker.torn = worker._agreement.streams = True
     expected = {"version": 4, "state": "sealed", "torn": True, "streams": True}
     assert worker.report() == new | expected
 

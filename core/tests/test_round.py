@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -470,7 +471,7 @@ def test_no_trainer_connects_while_an_earlier_ones_receive_lives(
     worker, engine, loader, monkeypatch
 ):
     """It would read its own trainer's weights into the new one's round."""
-    monkeypatch.setattr("vllm_wt.round._ABORT_S", 0.01)
+    monkeypatch.setattr("vllm_wt.round.ABORT_S", 0.01)
     frozen, receive = threading.Event(), engine.receive_weights
 
     def stuck(update_info, load_weights):
@@ -684,10 +685,11 @@ def test_a_wrong_order_is_refused_by_the_highest_rank(pair, order):
 class _MissesAVote:
     """A rank whose peer is not heard at one exchange, after which it is heard of that one."""
 
-    rank, size = 1, 2
+    size = 2
 
-    def __init__(self, miss: int) -> None:
+    def __init__(self, miss: int, rank: int = 1) -> None:
         self._left = miss
+        self.rank = rank
 
     def exchange(self, report: Report, seconds: float) -> list[Report]:
         self._left -= 1
@@ -696,14 +698,18 @@ class _MissesAVote:
         return [report, report]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("op", ["open", "seal"])
-def test_a_vote_that_was_not_heard_ends_the_round(loader, op):
-    worker = WorkerRound(StubEngine(1, 2), loader, _MissesAVote({"open": 4, "seal": 5}[op]))
+def test_a_vote_that_was_not_heard_ends_the_round(loader, op, rank):
+    """The highest rank says so; of another one it would be an answer too many."""
+    votes = _MissesAVote({"open": 4, "seal": 5}[op], rank)
+    worker = WorkerRound(StubEngine(rank, 2), loader, votes)
     connected(worker).start()
     if op == "seal":
         worker.update(update_info("open"))
-    with pytest.raises(Timeout, match="could not agree"):
+    with pytest.raises(Timeout, match="could not agree") if rank else nullcontext():
         worker.update(update_info(op))
+    assert not worker.has_agreed
     assert worker.state is State.IDLE
     assert loader.weights == {}
     assert worker.version is None

@@ -641,7 +641,9 @@ class Workers:
             self.rounds.append(WorkerRound(self.engines[rank], self.loaders[rank], ranks))
             worker = worker_cls()
             worker.weight_transfer_engine = engine_cls.__new__(engine_cls)
-            worker.weight_transfer_engine.round = self.rounds[rank]
+            worker.weight_transfer_engine.forms = types.SimpleNamespace(
+                current=self.rounds[rank], init=self.rounds[rank].init
+            )
             self.workers.append(worker)
 
     def call(self, method, *args):

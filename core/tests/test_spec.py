@@ -14,12 +14,24 @@ ENGINE = {
     "worker": "pkg.worker:Engine",
     "trainer": "pkg.trainer:Engine",
 }
+NATIVE = {"name": "fast", "kind": Kind.NATIVE, "native": "pkg.own:Engine"}
 ENGINE_NEEDS = r"backend 'fast' of kind engine needs exactly \['trainer', 'worker'\], got "
 TRANSPORT_NEEDS = r"backend 'fast' of kind transport needs exactly \['transport'\], got "
+NATIVE_NEEDS = r"backend 'fast' of kind native needs exactly \['native'\], got "
 NO_PATH = r" is not of the form 'package.module:Class'"
 
 
-@pytest.mark.parametrize("fields", [TRANSPORT, ENGINE], ids=["transport", "engine"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        TRANSPORT,
+        ENGINE,
+        NATIVE,
+        {**TRANSPORT, "native": "pkg.own:Engine"},
+        {**ENGINE, "native": "pkg.own:Engine"},
+    ],
+    ids=["transport", "engine", "native", "transport and native", "engine and native"],
+)
 def test_good_spec(fields):
     spec = BackendSpec(**fields)
     assert {name: getattr(spec, name) for name in fields} == fields
@@ -64,7 +76,7 @@ def test_bad_path(path):
         BackendSpec(**{**TRANSPORT, "transport": path})
 
 
-@pytest.mark.parametrize("field", ["worker", "trainer"])
+@pytest.mark.parametrize("field", ["worker", "trainer", "native"])
 def test_bad_path_of_an_engine(field):
     with pytest.raises(ValueError, match=f"^{field}='pkg'{NO_PATH}"):
         BackendSpec(**{**ENGINE, field: "pkg"})
@@ -96,6 +108,9 @@ def test_any_kind_may_name_a_doctor():
         ({**ENGINE, "worker": None}, ENGINE_NEEDS + "worker=None"),
         ({**ENGINE, "trainer": None}, ENGINE_NEEDS + "trainer=None"),
         ({**ENGINE, "transport": "a:B"}, ENGINE_NEEDS + "transport='a:B'"),
+        ({**NATIVE, "native": None}, NATIVE_NEEDS + "native=None"),
+        ({**NATIVE, "worker": "a:B"}, NATIVE_NEEDS + "worker='a:B'"),
+        ({**NATIVE, "transport": "a:B"}, NATIVE_NEEDS + "transport='a:B'"),
     ],
 )
 def test_each_kind_has_its_own_paths(fields, message):

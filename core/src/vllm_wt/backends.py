@@ -1,10 +1,10 @@
-"""The two engines of an installed backend, of either kind."""
+"""The engines of an installed backend, of any kind."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_wt import registry
+from vllm_wt import native, registry
 from vllm_wt.clients.limits import shown
 from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine, WorkerContext
 from vllm_wt.errors import InvalidInfo
@@ -15,7 +15,7 @@ from vllm_wt.team import Team
 
 
 def worker_engine(context: WorkerContext) -> WeightTransferEngine[Any, Any]:
-    """The worker's side of the backend that ``context`` names.
+    """The worker's side of the backend that ``context`` names; its kind is not NATIVE.
 
     Raises:
         BackendUnavailable, PluginError: It is not installed, or broken.
@@ -27,6 +27,21 @@ def worker_engine(context: WorkerContext) -> WeightTransferEngine[Any, Any]:
         context
     )
     return engine
+
+
+def native_engine_cls(backend: str) -> type[native.WeightTransferEngine[Any, Any]] | None:
+    """The engine in vLLM's own form of an installed backend; None where it has none.
+
+    Raises:
+        BackendUnavailable, PluginError: It is not installed, or broken.
+    """
+    spec = registry.default().get(backend).spec
+    if spec.native is None:
+        return None
+    cls: type[native.WeightTransferEngine[Any, Any]] = registry.resolve(
+        spec.native, backend=spec.name
+    )
+    return cls
 
 
 def trainer_engine(
@@ -41,7 +56,8 @@ def trainer_engine(
         options: Of the backend.
 
     Raises:
-        InvalidInfo: ``backend`` is no name, an option is unknown to it, or it has no such ranks.
+        InvalidInfo: ``backend`` is no name, an option is unknown to it, or it has no such ranks, or
+            no side that `WeightSync` could drive.
         BackendUnavailable, PluginError: It is not installed, or broken.
     """
     if not isinstance(backend, str):
@@ -53,6 +69,16 @@ def trainer_engine(
             cure='WeightSync.connect(..., backend="rdma"), say; `vllm-wt list` shows all',
         )
     spec = registry.default().get(backend).spec
+    if spec.kind is Kind.NATIVE:
+        raise InvalidInfo(
+            f"Backend {spec.name!r} has no side for WeightSync: its engine is in vLLM's own form",
+            backend=spec.name,
+            where="connect",
+            expected="a backend of kind transport or engine",
+            got="one of kind native",
+            cure="call the vLLM engine's init_weight_transfer_engine, start_weight_update, "
+            "update_weights and finish_weight_update yourself, with the backend's own infos",
+        )
     if spec.kind is Kind.TRANSPORT:
         transport_cls = registry.resolve(str(spec.transport), backend=spec.name)
         options |= {"backend": spec.name, "transport_cls": transport_cls}

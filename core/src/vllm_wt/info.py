@@ -13,19 +13,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import Self
 
 from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
-from vllm_wt.errors import CorruptTransfer, InvalidInfo
+from vllm_wt.errors import CorruptTransfer, InvalidInfo, PluginError
 from vllm_wt.manifest import Manifest, TensorMeta
 
 PROTOCOL: Final = 1
 """Version of everything in this module; both sides must agree."""
 
-_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""How a dataclass that crosses is decoded: its ``__pydantic_config__``."""
+T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A version, generation, ticket or byte count."""
@@ -50,7 +52,7 @@ Staging = Literal["auto", "device", "host", "none"]
 class WireInfo:
     """Base of all dataclasses that cross the wire."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def to_wire(self) -> dict[str, Any]:
         """The fields as JSON-safe data; :meth:`from_wire` is its inverse."""
@@ -68,20 +70,59 @@ class WireInfo:
         Raises:
             InvalidInfo: Not exactly this dataclass, as JSON.
         """
-        try:
-            text = json.dumps(data, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise InvalidInfo(
-                f"{cls.__name__} is not JSON-safe: {error}",
-                backend=backend,
-                expected="JSON data",
-                cure="send what WeightSync sends",
-            ) from None
-        try:
-            decoded: Self = _adapter(cls).validate_json(text)  # type: ignore[arg-type]
-        except ValidationError as error:
-            raise _invalid(cls, error, backend) from None
-        return decoded
+        return decode(
+            cls,
+            data,
+            backend=backend,
+            cure="send what WeightSync sends; both sides must run the same vllm-wt release and the "
+            "same backend",
+        )
+
+
+def decode(cls: type[T], data: Mapping[str, Any], *, backend: str, cure: str) -> T:
+    """A peer's data as a dataclass, strictly.
+
+    Args:
+        cls: A dataclass whose ``__pydantic_config__`` is :data:`STRICT`.
+        data: What came over the wire.
+        backend: Named in the error.
+        cure: What the sender can do about an error.
+
+    Raises:
+        InvalidInfo: Not exactly this dataclass, as JSON.
+        PluginError: The dataclass has a field that JSON cannot bring.
+    """
+    if not isinstance(data, Mapping):
+        raise InvalidInfo(
+            f"{cls.__name__} must be a mapping",
+            backend=backend,
+            expected="a JSON object, one for all ranks",
+            got=type(data).__name__,
+            cure=cure,
+        )
+    try:
+        text = json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidInfo(
+            f"{cls.__name__} is not JSON-safe: {error}",
+            backend=backend,
+            expected="JSON data",
+            cure=cure,
+        ) from None
+    try:
+        adapter = _adapter(cls)  # type: ignore[arg-type]
+    except (PydanticUserError, NameError) as error:
+        raise PluginError(
+            f"{cls.__name__} cannot be decoded: {error.args[0]}",
+            backend=backend,
+            expected="a dataclass whose fields have types that JSON has",
+            cure="install a fixed release of the backend",
+        ) from None
+    try:
+        decoded: T = adapter.validate_json(text)
+    except ValidationError as error:
+        raise _invalid(cls, error, backend, cure) from None
+    return decoded
 
 
 def seconds_left(deadline: Deadline) -> float:
@@ -90,14 +131,14 @@ def seconds_left(deadline: Deadline) -> float:
 
 
 @lru_cache(maxsize=64)
-def _adapter(cls: type[WireInfo]) -> TypeAdapter[Any]:
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def _invalid(cls: type[WireInfo], error: ValidationError, backend: str) -> InvalidInfo:
+def _invalid(cls: type[Any], error: ValidationError, backend: str, cure: str) -> InvalidInfo:
     first = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in first["loc"]) or "(the whole)"
-    known = ", ".join(f.name for f in fields(cls))
+    known = ", ".join(f.name for f in fields(cls)) or "no field at all"
     kind = first["type"]
     if kind in {"unexpected_keyword_argument", "extra_forbidden"}:
         what, expected, got = f"{cls.__name__} has no field {path!r}", f"only {known}", path
@@ -112,7 +153,7 @@ def _invalid(cls: type[WireInfo], error: ValidationError, backend: str) -> Inval
         where=path,
         expected=expected,
         got=got,
-        cure="both sides must run the same vllm-wt release and the same backend",
+        cure=cure,
     )
 
 

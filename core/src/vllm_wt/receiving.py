@@ -1,4 +1,4 @@
-"""The thread on which an engine receives, while the worker's main thread serves vLLM."""
+"""The thread on which an engine receives, so that the worker's main thread can end its wait."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from vllm_wt.errors import WeightTransferError
 
 logger = logging.getLogger(__name__)
 
+ABORT_S = 10.0
+"""Seconds that a call which was aborted may take to return."""
+
 
 class Receive:
-    """One ``receive_weights``, on its own thread unless it is to be run here."""
+    """One call of an engine's, on its own thread unless it is to be run here."""
 
     def __init__(
         self,

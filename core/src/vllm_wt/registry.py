@@ -85,6 +85,23 @@ class Registry:
             cure=self._cure(short),
         )
 
+    def add(self, backend: Backend) -> None:
+        """Take in a backend that was registered in code; the same class again changes nothing.
+
+        Raises:
+            PluginError: Another one has its name.
+        """
+        spec = backend.spec
+        known = self.backends.setdefault(spec.name, backend)
+        if known.spec.native != spec.native:
+            raise PluginError(
+                f"The name {spec.name!r} is taken by {known.distribution} {known.version}",
+                backend=spec.name,
+                where="register_engine",
+                got=spec.native,
+                cure="choose another name",
+            )
+
     def _cure(self, name: str) -> str:
         if name in self.left_out:
             return f"name it in {ALLOW_LIST}, or unset that"

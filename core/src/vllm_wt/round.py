@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from vllm_wt.agreement import GRACE_S, Agreement
+from vllm_wt.commit import commit
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.engine import WeightTransferEngine
 from vllm_wt.errors import (
@@ -36,21 +38,15 @@ from vllm_wt.errors import (
     TransportError,
     WeightTransferError,
     WrongOrder,
-    from_facts,
 )
 from vllm_wt.info import UpdateInfo
 from vllm_wt.loading.apply import ModelLoader
 from vllm_wt.loading.staging import Intake, Known, Staging, Streaming
 from vllm_wt.manifest import Manifest
-from vllm_wt.ranks import Ranks, Report
-from vllm_wt.receiving import Receive
+from vllm_wt.ranks import Ranks
+from vllm_wt.receiving import ABORT_S, Receive
 
 logger = logging.getLogger(__name__)
-
-_GRACE_S = 30.0
-"""Seconds beyond a step's deadline that ranks wait for each other: they started it together."""
-_ABORT_S = 10.0
-"""Seconds a receive that was aborted may take to return."""
 
 
 class State(enum.Enum):
@@ -81,26 +77,26 @@ class WorkerRound:
     ) -> None:
         self._engine = engine
         self._loader = loader
-        self._ranks = ranks
         self._thread_context = thread_context
         self._backend = engine.context.backend
+        self._agreement = Agreement(ranks, self._backend, self._abandon)
         self._session: str | None = None
         self._manifest: Manifest | None = None
         self._intake: Intake | None = None
-        self._streams = False
-        """Whether any rank of this engine does."""
         self._staging: Staging | Streaming | None = None
         self._known = Known()
         self._receive: Receive | None = None
         self._update: UpdateInfo | None = None
         self._committed = 0  # ticket of what this session has committed last
-        self._steps = 0
         self.state = State.IDLE
-        self.has_agreed = False
-        """Whether the last step has succeeded on every rank."""
         self.torn = False
         self.version: int | None = None
         """The version that this worker has committed last."""
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether the last step has succeeded on every rank."""
+        return self._agreement.has_agreed
 
     # -- the four phases, as vLLM calls them --------------------------------------------------
 
@@ -114,12 +110,12 @@ class WorkerRound:
         info = manifest = plan = None
         seconds = INIT_S
         try:
-            info = self._decode(self._engine.init_info_cls, data, "init_info")
+            info = self._engine.init_info_cls.from_wire(data, backend=self._backend)
             seconds = info.deadline_s
             manifest = info.manifest()
             plan = self._loader.rehearse(manifest)
         except Exception as caught:
-            error = self._typed(caught, phase)
+            error = self._agreement.typed(caught, phase)
         if not self._agreed(phase, error, seconds, spares=(WeightTransferError,)):
             return
         former, self._session = self._session, None
@@ -133,7 +129,7 @@ class WorkerRound:
             self._loader.use(self._intake.plan, self._intake.batches)
             self._engine.init_transfer_engine(info)
         except Exception as caught:
-            error = self._typed(caught, phase)
+            error = self._agreement.typed(caught, phase)
         if self._agreed(phase, error, seconds):
             assert info is not None
             self._session, self._manifest = info.session, manifest
@@ -153,7 +149,7 @@ class WorkerRound:
             self._engine.start_weight_update()
             self.state = State.STARTED
         except Exception as caught:
-            error = self._typed(caught, "start_weight_update")
+            error = self._agreement.typed(caught, "start_weight_update")
         self._agreed("start_weight_update", error, INIT_S, spares=(WrongOrder,))
 
     def update(self, data: Mapping[str, Any]) -> None:
@@ -161,7 +157,7 @@ class WorkerRound:
         error: WeightTransferError | None = None
         seconds = ROUND_S
         try:
-            info = self._decode(self._engine.update_info_cls, data, "update_info")
+            info = self._engine.update_info_cls.from_wire(data, backend=self._backend)
             seconds = info.deadline_s
             self._require_session(info)
             if info.op in {"open", "all"}:
@@ -176,7 +172,7 @@ class WorkerRound:
             if info.op == "confirm":
                 self._confirm(info)
         except Exception as caught:
-            error = self._typed(caught, "update_weights")
+            error = self._agreement.typed(caught, "update_weights")
         self._agreed("update_weights", error, seconds, spares=(Superseded, NotPaused))
 
     def finish(self) -> None:
@@ -193,27 +189,15 @@ class WorkerRound:
             self._engine.require_kept()
             self._loader.require_awake()
         except Exception as caught:
-            refused = self._typed(caught, "finish_weight_update")
+            refused = self._agreement.typed(caught, "finish_weight_update")
         # A vote on the seal that some rank did not hear of must not end in a commit of the others.
-        if not self._agreed("finish_weight_update", refused, _GRACE_S):
+        if not self._agreed("finish_weight_update", refused, GRACE_S):
             return
         assert self._update is not None
         version, ticket = self._update.version, self._update.ticket
-        error: WeightTransferError | None = None
         self.torn = True  # until every rank has reported success
-        try:
-            if isinstance(self._staging, Staging):  # what was streamed is in already
-                with self._engine.kept():
-                    self._loader.apply(self._staging.weights())
-        except Exception as caught:
-            logger.exception("vllm-wt: the commit of version %d failed", version)
-            error = TornModel(
-                f"The commit failed in the middle: {type(caught).__name__}: {caught}",
-                where="finish_weight_update",
-                backend=self._backend,
-                cure="do not generate; push a full update, or restart the engine",
-            )
-        if self._agreed("finish_weight_update", error, _GRACE_S):
+        error = commit(self._load, f"version {version}", backend=self._backend)
+        if self._agreed("finish_weight_update", error, GRACE_S):
             self.torn = False
             self.version, self._committed = version, ticket
             self._release_buffers()
@@ -225,18 +209,18 @@ class WorkerRound:
         Raises:
             WrongOrder: On the highest rank.
         """
-        error = self._typed(WrongOrder(f"{what} is not possible", cure=cure), what)
+        error = self._agreement.typed(WrongOrder(f"{what} is not possible", cure=cure), what)
         self._agreed(what, error, INIT_S, spares=(WrongOrder,))
 
     def report(self) -> dict[str, Any]:
         """What this worker says of itself; changes nothing, and needs no other rank."""
         return {
             **self._engine.report(),  # a backend has no say in what follows
-            "rank": self._ranks.rank,
+            "rank": self._agreement.rank,
             "state": self.state.value,
             "version": self.version,
             "torn": self.torn,
-            "streams": self._streams,
+            "streams": self._agreement.streams,
         }
 
     def shutdown(self) -> None:
@@ -305,7 +289,7 @@ class WorkerRound:
                 got=info.manifest_digest,
                 cure="connect again after changing what is sent",
             )
-        if self._streams and not info.paused:
+        if self._agreement.streams and not info.paused:
             raise NotPaused(
                 "This engine loads while it receives, and so must not generate meanwhile",
                 where="open",
@@ -403,6 +387,11 @@ class WorkerRound:
                 cure="push again",
             )
 
+    def _load(self) -> None:
+        if isinstance(self._staging, Staging):  # what was streamed is in already
+            with self._engine.kept():
+                self._loader.apply(self._staging.weights())
+
     def _release_buffers(self) -> None:
         try:
             self._engine.finish_weight_update()
@@ -410,27 +399,6 @@ class WorkerRound:
             logger.exception("vllm-wt: backend %s did not finish cleanly", self._backend)
 
     # -- agreement and clean-up ----------------------------------------------------------------
-
-    def _decode(self, cls: type[Any], data: Mapping[str, Any], what: str) -> Any:
-        if not isinstance(data, Mapping):
-            raise InvalidInfo(
-                f"{what} must be a mapping",
-                expected="a JSON object",
-                got=type(data).__name__,
-                cure="send what WeightSync sends: one object for all ranks",
-            )
-        return cls.from_wire(data, backend=self._backend)
-
-    def _typed(self, error: Exception, phase: str) -> WeightTransferError:
-        if not isinstance(error, WeightTransferError):
-            logger.error("vllm-wt: %s failed", phase, exc_info=error)
-            error = TransportError(
-                f"{type(error).__name__}: {error}",
-                cure="see the worker's log for where it was raised; push again",
-            )
-        error.backend = error.backend or self._backend
-        error.where = error.where or phase
-        return error
 
     def _agreed(
         self,
@@ -440,59 +408,14 @@ class WorkerRound:
         *,
         spares: tuple[type[WeightTransferError], ...] = (),
     ) -> bool:
-        """Whether every rank has succeeded. If not, end the round, and raise on the highest rank.
-
-        Args:
-            phase: The step, for the other ranks and for people.
-            error: What failed here.
-            seconds: That the other ranks may still take with theirs.
-            spares: Errors for which nothing was done: a round that is open goes on.
-        """
-        self.has_agreed = False
-        reports = self._exchange(phase, error, seconds)
-        self._streams = any(report.streams for report in reports)
-        failed = {rank: r.error for rank, r in enumerate(reports) if r.error is not None}
-        if not failed:
-            self.has_agreed = True
-            return True
-        first = from_facts(next(iter(failed.values())))
-        if self._ranks.size > 1:
-            first.ranks = {rank: str(facts["what"]) for rank, facts in failed.items()}
-        logger.warning("vllm-wt: %s failed: %s", phase, first)
-        if not all(isinstance(from_facts(facts), spares) for facts in failed.values()):
-            self._abandon(str(first))
-        if self._ranks.rank == self._ranks.size - 1:
-            raise first
-        return False
-
-    def _exchange(
-        self, phase: str, error: WeightTransferError | None, seconds: float
-    ) -> list[Report]:
-        """Every rank's report on this step; nothing stays open when they cannot be had."""
-        self._steps += 1
-        step = f"{self._steps} {phase}"
+        """See :meth:`Agreement.reached`."""
         streams = self._intake is not None and self._intake.batches is not None
-        report = Report(error.facts() if error is not None else None, step, streams)
-        try:
-            reports = self._ranks.exchange(report, seconds + _GRACE_S)
-            if others := sorted({r.step for r in reports} - {step}):
-                raise TransportError(
-                    "The ranks of this engine have fallen out of step",
-                    where=f"rank {self._ranks.rank} of {self._ranks.size}",
-                    expected=step,
-                    got=", ".join(others),
-                    backend=self._backend,
-                    cure="restart the engine",
-                )
-        except BaseException:
-            self._abandon("the ranks could not agree")
-            raise
-        return reports
+        return self._agreement.reached(phase, error, seconds, spares=spares, streams=streams)
 
     def _abandon(self, reason: str) -> None:
         if self._receive is not None and self._receive.running:
             self._engine.abort_weight_update(reason)
-            self._receive.join(_ABORT_S)
+            self._receive.join(ABORT_S)
         self._known = Known()
         self._reset()
 

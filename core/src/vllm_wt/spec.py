@@ -12,18 +12,29 @@ from typing import Any
 CONTRACT_VERSION = 1
 """Raised when a change of the contract breaks existing backends."""
 
-_PATHS = ("transport", "worker", "trainer", "baseline", "doctor")
+_FORMS = ("transport", "worker", "trainer", "native")
+_PATHS = (*_FORMS, "baseline", "doctor")
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Kind(enum.Enum):
-    """The two kinds of backend."""
+    """The three kinds of backend. One of the first two may have a native engine in addition."""
 
     TRANSPORT = "transport"
     """One-sided: a `vllm_wt.transport.Transport`; core's pull engine does the rest."""
     ENGINE = "engine"
     """A `WeightTransferEngine` and a `TrainerWeightTransferEngine` of the package's own."""
+    NATIVE = "native"
+    """A `vllm_wt.native.WeightTransferEngine` alone: driven by vLLM's four calls, not `WeightSync`."""
+
+
+_NEEDED = {
+    Kind.TRANSPORT: {"transport"},
+    Kind.ENGINE: {"worker", "trainer"},
+    Kind.NATIVE: {"native"},
+}
+"""What each kind must name."""
 
 
 class Capability(enum.Enum):
@@ -57,6 +68,8 @@ class BackendSpec:
         transport: ``"package.module:Class"`` of the Transport (kind TRANSPORT).
         worker: ``"package.module:Class"`` of the worker engine (kind ENGINE).
         trainer: ``"package.module:Class"`` of the trainer engine (kind ENGINE).
+        native: ``"package.module:Class"`` of an engine in vLLM's own form (kind NATIVE; optional for
+            the others: what has no session at init goes to it).
         baseline: ``"package.module:Class"`` of a `vllm_wt.cli.bench.Baseline`: the fabric without
             us, for ``vllm-wt bench wire``.
         doctor: ``"package.module:function"`` that yields a `vllm_wt.cli.doctor.finding.Finding` for
@@ -76,6 +89,7 @@ class BackendSpec:
     transport: str | None = None
     worker: str | None = None
     trainer: str | None = None
+    native: str | None = None
     baseline: str | None = None
     doctor: str | None = None
     capabilities: frozenset[Capability] = frozenset()
@@ -98,10 +112,10 @@ class BackendSpec:
             raise ValueError(f"backend name {self.name!r}: wt_ is how vLLM spells our names")
         if not isinstance(self.kind, Kind):
             raise ValueError(f"backend {self.name!r} has kind {self.kind!r}, which is no Kind")
-        wanted = {"transport"} if self.kind is Kind.TRANSPORT else {"worker", "trainer"}
-        for name in ("transport", "worker", "trainer"):
+        wanted = _NEEDED[self.kind]
+        for name in _FORMS:
             path = getattr(self, name)
-            if (path is not None) != (name in wanted):
+            if (name in wanted) if path is None else (name not in {*wanted, "native"}):
                 raise ValueError(
                     f"backend {self.name!r} of kind {self.kind.value} needs exactly "
                     f"{sorted(wanted)}, got {name}={path!r}"

@@ -12,12 +12,12 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine as VllmEngine
 
 from vllm_wt import registry
-from vllm_wt.backends import worker_engine
+from vllm_wt.backends import native_engine_cls
 from vllm_wt.bridge import compat, gate
 from vllm_wt.bridge.loader import ModelWeights
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import WeightTransferError, to_text
-from vllm_wt.round import WorkerRound
+from vllm_wt.forms import Forms, Round
 
 
 class RoundError(RuntimeError):
@@ -41,12 +41,17 @@ class WorkerEngine(VllmEngine):
         context = WorkerContext(
             backend=self.backend, device=device, rank=ranks.rank, size=ranks.size
         )
-        self.round = WorkerRound(
-            worker_engine(context),
+        self.forms = Forms(
+            context,
             ModelWeights(model, vllm_config, device),
             ranks,
             lambda: compat.device_context(device),
         )
+
+    @property
+    def round(self) -> Round:
+        """Of the trainer that is connected."""
+        return self.forms.current
 
     def parse_init_info(self, init_dict: Any) -> Any:
         return init_dict
@@ -55,7 +60,7 @@ class WorkerEngine(VllmEngine):
         return update_dict
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        self._guarded(self.round.init, init_info)
+        self._guarded(self.forms.init, init_info)
 
     def start_weight_update(self) -> None:
         self._guarded(self.round.start)
@@ -104,10 +109,16 @@ class WorkerEngine(VllmEngine):
     def shutdown(self) -> None:
         self.round.shutdown()
 
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract in vLLM up to 0.27; the trainer's side is `vllm_wt.WeightSync`."""
-        raise TypeError("use vllm_wt.WeightSync in the trainer")
+    @classmethod
+    def trainer_send_weights(cls, iterator: Any, trainer_args: Any) -> Any:
+        """That of the backend's engine in vLLM's own form. Abstract in vLLM up to 0.27."""
+        send = getattr(native_engine_cls(cls.backend), "trainer_send_weights", None)
+        if send is None:
+            raise TypeError(
+                f"backend {cls.backend!r} has no trainer_send_weights; use vllm_wt.WeightSync in the "
+                "trainer, or what the backend's own package has for it"
+            )
+        return send(iterator, trainer_args)
 
     @staticmethod
     def _guarded(step: Any, *args: Any) -> None:

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from vllm_wt import registry
+from vllm_wt.spec import Kind
 
 
 def add_parser(commands: Any) -> None:
@@ -25,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
             "name": name,
             "vllm_name": _vllm_name(name),
             "kind": backend.spec.kind.value,
+            "native": backend.spec.native is not None,
             "distribution": backend.distribution,
             "version": backend.version,
             "capabilities": sorted(one.value for one in backend.spec.capabilities),
@@ -52,13 +54,19 @@ def _vllm_name(backend: str) -> str | None:
     return name_in_vllm(backend)
 
 
+def _kinds(row: dict[str, Any]) -> str:
+    """Its kind, and that it has an engine in vLLM's own form besides."""
+    both = row["native"] and row["kind"] != Kind.NATIVE.value
+    return f"{row['kind']}+native" if both else str(row["kind"])
+
+
 def _print(backends: list[dict[str, Any]], failures: list[dict[str, Any]]) -> None:
     """Plain lines, so that nothing is cut to a terminal's width."""
     rows = [
         (
             row["name"],
             f'backend="{row["vllm_name"]}"' if row["vllm_name"] else "(vLLM not installed)",
-            row["kind"],
+            _kinds(row),
             f"{row['distribution']} {row['version']}",
             row["summary"],
         )

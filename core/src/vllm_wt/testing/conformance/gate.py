@@ -19,6 +19,7 @@ CHECK = "test_"
 _CAPABILITY = "wt_capability"
 _KIND = "wt_kind"
 _MAPS = "wt_maps"
+_PACKAGE = "wt_package"
 
 
 def needs(capability: Capability) -> Callable[[F], F]:
@@ -29,6 +30,14 @@ def needs(capability: Capability) -> Callable[[F], F]:
         return check
 
     return mark
+
+
+def of_the_package(checks: C) -> C:
+    """A class of checks for all backends, those too that have no side for `WeightSync`."""
+    for name, check in vars(checks).items():
+        if name.startswith(CHECK):
+            setattr(check, _PACKAGE, True)
+    return checks
 
 
 def transports_only(checks: C) -> C:
@@ -53,6 +62,8 @@ def is_of_mapping(check: Any) -> bool:
 
 def why_not(check: Any, spec: BackendSpec) -> str | None:
     """Why a backend is not held to a check; None when it is."""
+    if spec.kind is Kind.NATIVE and not getattr(check, _PACKAGE, False):
+        return "for backends that WeightSync drives: an engine in vLLM's own form has its own tests"
     kind = getattr(check, _KIND, None)
     if kind is not None and kind is not spec.kind:
         return f"for backends of kind {kind.value} only"

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_wt import registry
+from vllm_wt import native, registry
 from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
 from vllm_wt.spec import Kind
 from vllm_wt.transport import MappingTransport, Transport
@@ -25,16 +25,22 @@ class Package:
     def problems(self) -> list[str]:
         """What the classes lack to be called as the contract says."""
         spec = self._spec
+        found: list[str] = []
         if spec.kind is Kind.TRANSPORT:
             path = str(spec.transport)
-            return [
-                *self._problems(path, Transport),
-                *(self._problems(path, MappingTransport) if self.maps() else ()),
-            ]
-        return [
-            *self._problems(str(spec.worker), WeightTransferEngine),
-            *self._problems(str(spec.trainer), TrainerWeightTransferEngine),
-        ]
+            found += self._problems(path, Transport)
+            if self.maps():
+                found += self._problems(path, MappingTransport)
+        if spec.kind is Kind.ENGINE:
+            found += self._problems_of_class(str(spec.worker), WeightTransferEngine)
+            found += self._problems_of_class(str(spec.trainer), TrainerWeightTransferEngine)
+        if spec.native is not None:
+            found += self._problems_of_class(spec.native, native.WeightTransferEngine)
+            cls = registry.resolve(spec.native, backend=spec.name)
+            for name in ("init_info_cls", "update_info_cls"):
+                if not hasattr(cls, name):
+                    found.append(f"{spec.native} has no {name}")
+        return found
 
     def memory(self) -> list[str]:
         """Device types in the properties of a Transport."""
@@ -47,14 +53,18 @@ class Package:
         cls = registry.resolve(path, backend=self._spec.name)
         return bool(getattr(getattr(cls, "properties", None), "maps", False))
 
+    def _problems_of_class(self, path: str, contract: type[Any]) -> Iterator[str]:
+        """Of one that must derive from the contract."""
+        cls = registry.resolve(path, backend=self._spec.name)
+        if not (isinstance(cls, type) and issubclass(cls, contract)):
+            yield f"{path} does not derive from {contract}"
+            return
+        if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+            yield f"{path} lacks {missing}"
+        yield from self._problems(path, contract)
+
     def _problems(self, path: str, contract: type[Any]) -> Iterator[str]:
         cls = registry.resolve(path, backend=self._spec.name)
-        if self._spec.kind is Kind.ENGINE:
-            if not (isinstance(cls, type) and issubclass(cls, contract)):
-                yield f"{path} does not derive from {contract}"
-                return
-            if missing := sorted(getattr(cls, "__abstractmethods__", ())):
-                yield f"{path} lacks {missing}"
         for name, method in vars(contract).items():
             # Each Protocol has an __init__, if only Python's own.
             counts = name == "__init__" and contract is not MappingTransport

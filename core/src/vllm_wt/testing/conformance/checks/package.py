@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from vllm_wt.spec import Capability, Kind
+from vllm_wt.testing.conformance.gate import of_the_package
 from vllm_wt.testing.conformance.harness import LONG_S, Harness
 
 _IMPORT_S = 60
@@ -19,6 +20,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+@of_the_package
 class PackageChecks:
     def test_the_entry_point_imports_nothing_heavy(self, harness: Harness) -> None:
         """WT-01"""
