@@ -712,3 +712,26 @@ def test_a_module_that_is_sharded_later_is_noticed(mesh, model):
 
 def test_a_plain_module_is_the_same_where_others_are_sharded(mesh, model):
     looked_at(ModuleSource(model))
+
+
+@pytest.mark.parametrize("of", ["module", "state"])
+def test_a_tensor_that_moves_while_it_is_asked_for(monkeypatch, of):
+    """By another thread, between the look and the walk; and comes back to where it was."""
+    module = nn.Linear(4, 4, bias=False)
+    state = {"weight": torch.zeros(4, 4)}
+    tensor = module.weight if of == "module" else state["weight"]
+    source = ModuleSource(module) if of == "module" else StateDictSource(state)
+    before, other = tensor.data, torch.ones(4, 4)
+    original = type(source)._checked
+
+    def moved(self):
+        tensor.data = other
+        return original(self)
+
+    monkeypatch.setattr(type(source), "_checked", moved)
+    yielded = dict(source.at_hand())["weight"]
+    monkeypatch.undo()
+    tensor.data = before
+    assert yielded.data_ptr() == other.data_ptr()
+    assert not source.is_same()
+    looked_at(source)

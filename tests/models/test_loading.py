@@ -211,6 +211,13 @@ def test_a_loader_that_refuses_is_heard():
     assert_whole(model)
 
 
+def test_complex_values_are_not_made_real():
+    model, loader = made(by_name, "a")
+    with pytest.raises(LoadError, match=r"'a.weight' is complex"):
+        connect(loader, [("a.weight", torch.rand(2, 3, dtype=torch.complex64))])
+    assert_whole(model)
+
+
 def test_two_tensors_of_one_parameter_must_be_equal():
     model = Model(by_name, "embed", "head")
     model.head.weight = model.embed.weight

@@ -315,8 +315,8 @@ def test_the_memory_of_a_killed_owner_stays_until_close(end: Make) -> None:
 
 
 def test_moved_memory_leaves_nothing_behind(end: Make) -> None:
-    """Two hundred generations of 32 MiB, of which every second one is opened by nobody."""
-    sizes = [32 << 20]
+    """Two hundred generations of 12 MiB, of which every second one is opened by nobody."""
+    sizes = [12 << 20]  # an allocation of its own
     owner, reader = end("owner"), end("reader")
     reader.ask("close")
     before = (0, 0, 0)

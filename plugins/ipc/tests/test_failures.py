@@ -163,6 +163,17 @@ def test_a_dead_owner_is_noticed(bench: Any, how: str, forked: bool) -> None:
             os.kill(child, signal.SIGKILL)
 
 
+def test_a_fork_that_closes_takes_nothing_from_its_parent(bench: Any) -> None:
+    owner, reader = bench.opened(100)
+    assert owner.ask("close_in_a_fork") == "closed"
+    reader.check("owner")
+    target, region = bench.arena(reader, 100)
+    operation = reader.submit(reader.prepare(region, [Copy("owner", 0, 0, 0, 0, 100)]))
+    poll_to_the_end(reader, operation)
+    assert torch.equal(target, bench.content(100, 0))
+    bench.reader().open("owner", 2, owner.expose(100, generation=2), bench.deadline())
+
+
 def test_an_owner_killed_during_a_pass_is_peer_dead(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

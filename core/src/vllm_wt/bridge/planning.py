@@ -61,6 +61,7 @@ def rehearse(
             plan = _recorded(model, manifest)
             missing = sorted(_missing(model, plan))
             _require_reloadable(plan)
+            _require_real(plan)
         finally:
             arming.disarm(model)
     if missing:
@@ -117,6 +118,24 @@ def _require_reloadable(plan: LoadPlan) -> None:
                     got=f"{name} is replaced",
                     cure="restart the engine for new weights",
                 )
+
+
+def _require_real(plan: LoadPlan) -> None:
+    """torch would leave the imaginary parts out, with a warning at most."""
+    complex_ones = {t.name: t.dtype for t in plan.manifest.tensors if t.dtype.startswith("complex")}
+    if not complex_ones:
+        return
+    for copy in plan.copies:
+        parameter = plan.parameters[copy.destination]
+        taken_apart = any(cast.bits for cast in copy.casts)
+        if copy.source in complex_ones and not taken_apart and "complex" not in parameter.dtype:
+            raise LoadError(
+                f"{copy.source!r} is complex, and what it is loaded into is not",
+                where="load_weights",
+                expected=f"real values for {copy.destination}, {parameter.dtype}",
+                got=complex_ones[copy.source],
+                cure="send the tensor in the dtype of the model's checkpoint",
+            )
 
 
 def _noting(

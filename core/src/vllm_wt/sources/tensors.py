@@ -29,13 +29,19 @@ class _Look:
         self._values = values
         # `tensor.data = other` leaves the object, and what was detached from it, as they were.
         self._placed: tuple[list[Any], ...] | None = None
+        self._addresses: dict[int, int] = {}
 
     def keep(self) -> _Look | None:
         """For a later comparison; None where these tensors cannot be compared."""
         if any(type(value) not in _PLAIN for value in self._values):
             return None
         self._placed = placed(self._values)
+        self._addresses = dict(zip(map(id, self._values), self._placed[0], strict=True))
         return self
+
+    def had(self, value: torch.Tensor, address: int) -> bool:
+        """Whether this value was there then, at this address."""
+        return self._addresses.get(id(value)) == address
 
     def is_same(self, kept: _Look) -> bool:
         """Whether all is as it was when ``kept`` was."""
@@ -83,8 +89,13 @@ class TensorSource(WeightSource):
         for name, tensor in self._checked():
             if is_dtensor(tensor):
                 look = None
-            if not is_gathered(tensor):
-                yield name, whole(name, tensor, where=self._where)
+            if is_gathered(tensor):
+                continue
+            full = whole(name, tensor, where=self._where)
+            # Else another thread has moved it in between, and what is yielded is not what was seen.
+            if look is not None and not look.had(tensor, full.data_ptr()):
+                look = None
+            yield name, full
         self._last = look  # whoever asked has taken all of it
 
     def is_same(self) -> bool:

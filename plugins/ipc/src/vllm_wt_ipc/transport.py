@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -66,6 +67,7 @@ class IpcTransport:
             cuda.driver()
             self._imports = cuda.Imports(self._device)
         self._closed = False
+        self._pid = os.getpid()
         self._regions: set[Region] = set()
         self._tickets = Tickets()
         self._exposures = Exposures(name)
@@ -276,6 +278,8 @@ class IpcTransport:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:  # what a fork would take back is its parent's
+            return
         with suppress(Exception):
             self._exposures.close()
         self._server.close()
