@@ -468,9 +468,9 @@ def test_tensors_that_are_there_are_copied_as_one(fabric, transport_cls, monkeyp
             state["t1"] = torch.randn(5000)
         else:
             state["t1"].mul_(2)
-        prepared = trainer._prepared
+        prepared = trainer._pouring._prepared
         trainer.publish(version, Deadline(30))
-        assert (trainer._prepared is prepared) == (version in {2, 4})
+        assert (trainer._pouring._prepared is prepared) == (version in {2, 4})
         worker.open()
         trainer.send(1, Deadline(30), nothing)
         worker.close()

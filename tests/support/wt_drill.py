@@ -9,9 +9,10 @@ from wt_faults import FaultExtension
 
 import vllm_wt.testing.throttled
 import vllm_wt.testing.unpacked  # noqa: F401  # a packed weight leaves an empty parameter to digest
+from vllm_wt.loading import reception
 from vllm_wt.pull import worker
 
-worker.STREAMED_NBYTES = 192 << 10
+reception.STREAMED_NBYTES = 192 << 10
 worker._CHUNK_NBYTES = {"cpu": 64 << 10}
 
 

@@ -34,6 +34,14 @@ class FaultExtension:
             "meta": [n for n, p in self.model_runner.get_model().named_parameters() if p.is_meta],
         }
 
+    def wt_receive(self) -> dict[str, Any]:
+        """Whether it receives, and the class of what ended the last receive of this round."""
+        receive = self.weight_transfer_engine.round._receive
+        return {
+            "running": receive is not None and receive.running,
+            "error": None if receive is None else type(receive.error).__name__,
+        }
+
     def wt_close_gate(self) -> None:
         """vLLM's worker as it comes, without our wrapping."""
         from vllm.v1.worker.gpu_worker import Worker
@@ -71,9 +79,9 @@ class FaultExtension:
 
     def wt_streamed_nbytes(self, nbytes: int) -> None:
         """How much is received at a time where an update is streamed."""
-        from vllm_wt.pull import worker
+        from vllm_wt.loading import reception
 
-        worker.STREAMED_NBYTES = nbytes  # type: ignore[misc]
+        reception.STREAMED_NBYTES = nbytes  # type: ignore[misc]
 
     def wt_fail_batch_once(self, number: int, rank: int) -> None:
         """One batch of the next streamed update is not loaded."""

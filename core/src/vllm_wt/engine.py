@@ -184,6 +184,9 @@ class TrainerWeightTransferEngine(ABC):
             )
         self.source = source
         self.backend = backend
+        self.hosts: tuple[str, ...] = ()
+        """Other hosts that the engines are reached on, as their clients name them; set before the first
+        `describe`."""
 
     @abstractmethod
     def describe(self, deadline: Deadline) -> InitInfo:

@@ -54,6 +54,7 @@ class WeightSyncClient(Protocol):
       seconds of ``wire`` and ``load``. None if it can't be done: then nothing has been.
     - ``idle_between_calls``: True if no forward pass can run while the caller is inside ``push``.
     - ``address``: a text that names the engine in errors.
+    - ``host``: the host that it is reached on; none if the engine is on this one.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from vllm_wt import registry
 from vllm_wt.backends import trainer_engine
-from vllm_wt.clients import as_clients
+from vllm_wt.clients import as_clients, hosts_of
 from vllm_wt.clients.http import HttpClient
 from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
@@ -177,6 +177,7 @@ class WeightSync:
                 _close_all(owned)
                 raise
             try:
+                trainer.hosts = hosts_of(clients)
                 links = [
                     EngineLink(client, trainer, f"engine{index}")
                     for index, client in enumerate(clients)

@@ -718,7 +718,7 @@ class StaleAfterAnAbort(Altering):
         return now
 
 
-@caught_by("test_delivered_counts_each_worker", "one of two workers")
+@caught_by("test_delivered_counts_each_worker", "one of two workers receives")
 class CountsTheConnected(SoundTrainer):
     """Once one worker has reported, counts all that are connected."""
 

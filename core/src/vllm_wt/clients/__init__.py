@@ -93,3 +93,9 @@ def _as_client(engine: Any, owned: list[HttpClient]) -> Any:
             cure="wrap it in an object that has them",
         )
     return engine
+
+
+def hosts_of(clients: Sequence[Any]) -> tuple[str, ...]:
+    """The hosts that engines are reached on, each once; of those on this host there may be none."""
+    hosts = (getattr(client, "host", None) for client in clients)
+    return tuple(dict.fromkeys(host for host in hosts if isinstance(host, str) and host))

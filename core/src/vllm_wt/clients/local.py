@@ -8,15 +8,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import threading
-import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from vllm_wt.caller import Caller
 from vllm_wt.clients.limits import call_limit_s
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.errors import (
@@ -44,9 +41,6 @@ _LOOK_S = 0.25
 """Seconds between two looks at whether an engine that has not answered lives."""
 
 
-_Calls: TypeAlias = "SimpleQueue[_LlmCall | None]"
-
-
 class LocalClient:
     """A ``vllm.LLM``. Its calls block, and come back in the order they were made.
 
@@ -72,7 +66,7 @@ class LocalClient:
         self._call_s = call_s
         self._slack_s = slack_s
         self._takes_version = _takes_version(llm)
-        self._caller = _Caller()
+        self._caller = Caller("vllm-wt-llm")
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call(
@@ -352,59 +346,6 @@ def _has_ended(future: Future[Any], seconds: float) -> bool:
     with suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
         future.exception(seconds)
     return future.done()
-
-
-@dataclass(eq=False)
-class _LlmCall:
-    """A call on its way, and whether it has come back; its future can be given up before."""
-
-    function: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
-    has_returned: bool = False
-
-    def make(self) -> None:
-        try:
-            result = self.function()
-        except BaseException as error:
-            self.has_returned = True
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_exception(error)
-        else:
-            self.has_returned = True
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_result(result)
-
-
-class _Caller:
-    """Makes calls on a thread, kept for the next call: to start one takes as long as a short call.
-
-    A call that never returns keeps nobody waiting, not even at exit; the next one has a new thread.
-    """
-
-    def __init__(self) -> None:
-        self._calls: _Calls | None = None
-        self._last: _LlmCall | None = None
-
-    def __call__(self, function: Callable[[], Any]) -> Future[Any]:
-        """Its result."""
-        if self._calls is not None and self._last is not None and not self._last.has_returned:
-            self._calls.put(None)  # it ends when it can
-            self._calls = None
-        if self._calls is None:
-            self._calls = SimpleQueue()
-            weakref.finalize(self, self._calls.put, None)
-            threading.Thread(
-                target=_make_calls, args=(self._calls,), name="vllm-wt-llm", daemon=True
-            ).start()
-        self._last = _LlmCall(function)
-        self._calls.put(self._last)
-        return self._last.future
-
-
-def _make_calls(calls: _Calls) -> None:
-    while (call := calls.get()) is not None:
-        call.make()
-        del call  # nothing is held until the next one
 
 
 def _takes_version(engine: Any) -> bool:

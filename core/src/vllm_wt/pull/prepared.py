@@ -19,6 +19,7 @@ class Prepared:
     """
 
     def __init__(self, ring: Ring, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.ring = ring
         self._places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
             [] for _ in range(ring.buckets.count)
@@ -31,10 +32,12 @@ class Prepared:
                 pairs[piece.bucket].append((slot, source))
         self._copies = [Copies(pair) for pair in pairs]
 
-    def made_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are where they were then, with their memory."""
-        return self._places == {n: t.data_ptr() for n, t in tensors.items()} and all(
-            copies.in_place for copies in self._copies
+    def made_of(self, ring: Ring, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether this is the ring, and these are where they were then, with their memory."""
+        return (
+            self.ring is ring
+            and self._places == {n: t.data_ptr() for n, t in tensors.items()}
+            and all(copies.in_place for copies in self._copies)
         )
 
     def into(self, bucket: int) -> Copies:

@@ -170,6 +170,24 @@ class Filling:
         self._bucket = None
 
 
+class Nothing:
+    """A sender where everything is read in place, or empty."""
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.numel():
+            return
+        raise ManifestMismatch(
+            f"Tensor {name!r} is read where it is",
+            where="send",
+            expected="nothing to be sent",
+            got=name,
+            cure="use push",
+        )
+
+    def end(self) -> None:
+        """There is nothing to do."""
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -127,7 +127,7 @@ class TeamTrainer(PullTrainer):
         try:
             self._agree("publish", deadline, published)
         except BaseException:
-            self._owed = False  # no rank has begun to make anything
+            self._pouring.forget()  # no rank has begun to make anything
             raise
         self._is_open = True
         if not self.team.leads:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
 import torch
 
-from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import Deadline
-from vllm_wt.digests import BLOCK, Digests
+from vllm_wt.digests import Digests
 from vllm_wt.engine import Sender, TrainerWeightTransferEngine
 from vllm_wt.errors import InvalidInfo, ManifestMismatch, WrongOrder
 from vllm_wt.exposed import Exposed, is_plain, require_memory, require_one_device
@@ -27,12 +26,13 @@ from vllm_wt.info import (
     Verify,
     seconds_left,
 )
-from vllm_wt.packing import as_bytes, meta_of
+from vllm_wt.options import require_bucket, require_one_of
+from vllm_wt.packing import as_bytes
 from vllm_wt.pull.copied import Copied
 from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, WITHDRAWN, WORD, Exposure
-from vllm_wt.pull.prepared import Prepared
-from vllm_wt.pull.ring import Filling, Ring
-from vllm_wt.source import Announced, WeightSource
+from vllm_wt.pull.pouring import Pouring, require_as_announced
+from vllm_wt.pull.ring import Filling, Nothing, Ring
+from vllm_wt.source import WeightSource
 from vllm_wt.transport import Transport
 
 _SERVE_S = 0.001
@@ -83,9 +83,9 @@ class PullTrainer(TrainerWeightTransferEngine):
         **options: Any,
     ) -> None:
         super().__init__(source, backend=backend, **options)
-        _require_one_of("verify", verify, get_args(Verify))
-        _require_one_of("staging", staging, get_args(Staging))
-        _require_bucket(bucket_nbytes)
+        require_one_of("verify", verify, get_args(Verify))
+        require_one_of("staging", staging, get_args(Staging))
+        require_bucket(bucket_nbytes)
         self._transport_cls = transport_cls
         self._verify = verify
         self._staging = staging
@@ -103,12 +103,8 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._device = torch.device("cpu")
         self._region: Any = None
         self._exposed = Exposed([])
-        self._watched = Exposed([])
-        """Tensors that are there and go through the ring all the same."""
-        self._prepared: Prepared | None = None
         self._copied: Copied | None = None
-        self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
-        self._owed = False
+        self._pouring = Pouring(source, self._manifest, frozenset())
         self._is_ready = False
         """Whether the last publish has come to its end."""
         self._generation = 0
@@ -145,46 +141,35 @@ class PullTrainer(TrainerWeightTransferEngine):
     def publish(self, version: int, deadline: Deadline) -> None:
         self._version = version
         self._ticket += self._settled.count + 1
-        self._owed = bool(self._settled.packed) and not isinstance(self.source, Announced)
+        self._pouring.begin()
         if self._is_steady():
             self._synchronize()  # readers see memory, not our streams
             if self._copied is not None:
                 self._copied.run()
             self._exposed.look()
-            self._watched.look()
+            self._pouring.look()
             return
         self._is_ready = False
         self._manifest.require_same(self.source.manifest().tensors, where="publish")
         self._expose()
-        self._prepare()
+        self._pouring.prepare(self._ring)
         self._is_ready = True
 
     def send(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
         sender = self.sender(readers, deadline, watch)
-        if self._prepared is not None and isinstance(sender, Filling):
-            sender.pour(self._prepared.into)
-            self._owed = False
-            return
-        packed = self._settled.packed
-        self._pass = iter(self.source) if packed else iter(())
-        for name, tensor in self._pass:
-            if name in packed and tensor.numel():
-                require_memory(name, tensor)
-                sender.put(name, tensor)
-            del tensor  # or it would be there while the next one is made
-        self._owed, self._pass = False, None
-        sender.end()
+        if isinstance(sender, Filling):
+            self._pouring.pour(sender)
 
     def sender(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> Sender:
         if self._digests is None and self._ring is None:
-            return _Nothing()
+            return Nothing()
         self._require_kept("nothing was committed")  # what has been freed must not be looked at
         self._synchronize()  # what other streams still write must be in what is copied here, too
         if self._digests is not None and self._digests_of is not None:
             self._digests_of.run(self._digests[: self._digests_of.count])
             self._signal(DIGESTED, self._ticket)
         if self._ring is None:
-            return _Nothing()
+            return Nothing()
         if readers is None and self._settled.count > len(self._ring.slots):
             raise InvalidInfo(
                 "An engine does not say how many workers it has, and its weights have to be made in "
@@ -223,11 +208,7 @@ class PullTrainer(TrainerWeightTransferEngine):
 
     def settle(self) -> None:
         self._progress()  # a round of one call may have had nobody to take its reports
-        if self._owed:
-            rest = self._pass if self._pass is not None else iter(self.source)
-            self._owed, self._pass = False, None
-            while next(rest, None) is not None:  # keeps none while the next one is made
-                pass
+        self._pouring.end()
 
     def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
         # Before a worker says that what came is not what was sent.
@@ -255,8 +236,8 @@ class PullTrainer(TrainerWeightTransferEngine):
             if self._transport is not None:
                 self._transport.close()
             self._transport = self._region = None
-            self._exposed = self._watched = Exposed([])
-            self._prepared = None
+            self._exposed = Exposed([])
+            self._pouring = Pouring(self.source, self._manifest, frozenset())
             self._copied = None
             self._exposure = self._ring = None
             self._digests = self._digests_of = self._signals = None
@@ -301,6 +282,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         if exposure.digested:
             self._digests = zeros(max(1, exposure.blocks) * WORD).view(torch.int64)
         self._exposure, self._device = exposure, device
+        self._pouring = Pouring(self.source, self._manifest, packed)
         signals_on = torch.device("cpu") if self._is_mapped else device
         self._signals = self._zeros(SIGNAL_WORDS * WORD, signals_on).view(torch.int64)
 
@@ -319,9 +301,8 @@ class PullTrainer(TrainerWeightTransferEngine):
             and self._region is not None
             and self.source.is_same()
             and self._exposed.in_place
-            and self._watched.in_place
+            and self._pouring.is_steady
             and (self._copied is None or self._copied.can_repeat)
-            and (self._prepared is not None or self._ring is None)
         )
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -331,7 +312,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         elsewhere: dict[str, torch.Tensor] = {}
         for name, tensor in self.source.at_hand():
             if name in exposure.buffer:
-                self._require_as_announced(name, tensor)
+                require_as_announced(self._metas, name, tensor)
                 require_memory(name, tensor)
                 # One that was plain when the session began, and is not for now, is copied.
                 in_place = name not in made and is_plain(tensor) and self._is_exposable(tensor)
@@ -358,37 +339,6 @@ class PullTrainer(TrainerWeightTransferEngine):
     def _is_exposable(self, tensor: torch.Tensor) -> bool:
         transport: Any = self._transport_cls
         return not self._maps or bool(transport.exposable(tensor))
-
-    def _prepare(self) -> None:
-        """Find out whether all that goes through the ring is there, and stays while it is copied."""
-        exposure = self._settled
-        if self._ring is None:
-            return
-        there = {
-            name: tensor
-            for name, tensor in self.source.at_hand()
-            if name in exposure.packed and is_plain(tensor)
-        }
-        for name, tensor in there.items():
-            self._require_as_announced(name, tensor)
-            require_memory(name, tensor)
-        self._watched = Exposed(list(there.values()))
-        if len(there) < len(exposure.packed):
-            self._prepared = None
-        elif self._prepared is None or not self._prepared.made_of(there):
-            self._prepared = Prepared(self._ring, there)
-
-    def _require_as_announced(self, name: str, tensor: torch.Tensor) -> None:
-        """A source is the user's own code, and its tensors need not be what its manifest says."""
-        got, expected = meta_of(name, tensor), self._metas[name]
-        if got != expected:
-            raise ManifestMismatch(
-                f"Tensor {name!r} is not what the source's manifest says",
-                where="source",
-                expected=f"{expected.dtype} {list(expected.shape)}",
-                got=f"{got.dtype} {list(got.shape)}",
-                cure="let the source's manifest and its tensors agree",
-            )
 
     def _expose(self) -> None:
         """Make the source's current values readable; a new generation when memory has moved."""
@@ -420,7 +370,7 @@ class PullTrainer(TrainerWeightTransferEngine):
     def _require_kept(self, cure: str) -> None:
         """What the workers have read was in the memory that was exposed, all the time."""
         self._exposed.require_kept(cure)
-        self._watched.require_kept(cure)
+        self._pouring.require_kept(cure)
 
     def _progress(self) -> None:
         with self._lock:
@@ -449,44 +399,3 @@ class PullTrainer(TrainerWeightTransferEngine):
                 raise WrongOrder("The trainer's memory is not exposed", cure="connect again")
             body = self._transport.expose(self._region, self._generation)
         return Handle.wrap(f"trainer-{self._session[:12]}", self._generation, body)
-
-
-class _Nothing:
-    """A sender where everything is read in place, or empty."""
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        if not tensor.numel():
-            return
-        raise ManifestMismatch(
-            f"Tensor {name!r} is read where it is",
-            where="send",
-            expected="nothing to be sent",
-            got=name,
-            cure="use push",
-        )
-
-    def end(self) -> None:
-        """There is nothing to do."""
-
-
-def _require_one_of(name: str, value: Any, values: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in values:
-        raise InvalidInfo(
-            f"The option {name} has no such value",
-            where=name,
-            expected=" or ".join(map(repr, values)),
-            got=shown(value),
-            cure="leave it out for the default",
-        )
-
-
-def _require_bucket(value: Any) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (whole and 0 < value < 1 << 40 and value % BLOCK == 0):
-        raise InvalidInfo(
-            "This cannot be the size of a bucket",
-            where="bucket_nbytes",
-            expected=f"a multiple of {BLOCK}, more than 0",
-            got=shown(value),
-            cure="leave it out for the default",
-        )

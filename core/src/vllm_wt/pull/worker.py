@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -17,11 +17,10 @@ from vllm_wt.engine import LoadWeights, WeightTransferEngine, WorkerContext
 from vllm_wt.errors import Aborted, TransportError, WrongOrder
 from vllm_wt.info import Handle, PullInitInfo, PullUpdateInfo
 from vllm_wt.loading.arena import Arena, Choice
-from vllm_wt.loading.batches import batches
 from vllm_wt.loading.plan import GAP, LoadPlan
+from vllm_wt.loading.reception import Reception
 from vllm_wt.loading.slices import Slices, sliced
 from vllm_wt.loading.staging import Intake
-from vllm_wt.packing import Layout
 from vllm_wt.pull.exposure import Exposure
 from vllm_wt.pull.itinerary import Itinerary
 from vllm_wt.pull.mapped import Mapped
@@ -30,8 +29,6 @@ from vllm_wt.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-STREAMED_NBYTES: Final = 256 << 20
-"""About what is received at a time where an update is loaded while it arrives."""
 _DEATH_S = 0.5
 """Seconds between two looks at whether a trainer lives whose memory is mapped."""
 _CHUNK_NBYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
@@ -60,7 +57,7 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         super().__init__(context)
         self._transport_cls = transport_cls
         self._arena = Arena(context.device)
-        self._planned: tuple[Slices, Choice, Sequence[Sequence[str]]] | None = None
+        self._planned: Reception | None = None
         self._slices: Slices | None = None
         self._itinerary: Itinerary | None = None
         """What to read, unless it is mapped."""
@@ -100,16 +97,15 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         if init_info.mapped and properties.maps:
             streams = init_info.staging == "none"
             why = "the trainer's memory is mapped, and is loaded from where it is"
-            self._planned = slices, Choice("none" if streams else "mapped", why), ()
             every = tuple(tensor.name for tensor in plan.manifest.tensors)
-            return Intake(plan, (every,) if streams else None, at_hand=True)
-        needed = Layout(slices.plan.manifest, alignment=BLOCK).nbytes
-        choice = self._arena.choose(init_info.staging, needed, host="cpu" in properties.memory)
-        names = tuple(tensor.name for tensor in slices.plan.manifest.tensors)
-        streamed = choice.staging == "none"
-        parts = _parts(plan, frozenset(names)) if streamed else (names,)
-        self._planned = (slices, choice, parts)
-        return Intake(slices.plan, parts if streamed else None)
+            intake = Intake(plan, (every,) if streams else None, at_hand=True)
+            choice = Choice("none" if streams else "mapped", why)
+            self._planned = Reception(slices, choice, (), intake)
+        else:
+            self._planned = Reception.planned(
+                plan, slices, self._arena, init_info.staging, host="cpu" in properties.memory
+            )
+        return self._planned.intake
 
     def init_transfer_engine(self, init_info: PullInitInfo) -> None:
         self._drop_connection()
@@ -119,17 +115,17 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             self.plan_receive(LoadPlan.of_whole(manifest, "no plan"), init_info)
             planned, self._planned = self._planned, None
             assert planned is not None
-        self._slices, self._choice, parts = planned
+        self._slices, self._choice = planned.slices, planned.choice
         properties = self._transport_cls.properties
         self._handle = self._nearest((init_info.handle, *init_info.others))
         self._counted = init_info.verify != "off"
         self._exposure = Exposure.of(init_info, manifest)
         self._itinerary = None
-        if parts:
+        if planned.parts:
             self._itinerary = Itinerary(
                 self._exposure,
                 self._slices,
-                parts,
+                planned.parts,
                 owner=self._handle.owner,
                 chunk_nbytes=_CHUNK_NBYTES[self._device.type],
                 most=properties.max_descriptors,
@@ -311,9 +307,3 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
                     logger.warning("vllm-wt: the trainer's memory is given back: %s", str(error))
                     self._drop_connection()
                     return
-
-
-def _parts(plan: LoadPlan, needed: frozenset[str]) -> tuple[tuple[str, ...], ...]:
-    """What is received at a time: cut by the sizes of full tensors, so that all ranks cut alike."""
-    cut = ([name for name in part if name in needed] for part in batches(plan, STREAMED_NBYTES))
-    return tuple(tuple(part) for part in cut if part)

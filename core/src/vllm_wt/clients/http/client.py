@@ -145,6 +145,11 @@ class HttpClient:
         """The server's URL; names the engine in errors."""
         return self._url
 
+    @property
+    def host(self) -> str:
+        """The server's host."""
+        return httpx.URL(self._url).host
+
     def __repr__(self) -> str:
         return f"HttpClient({self._url!r})"
 

@@ -1,0 +1,32 @@
+"""Options of trainers' engines, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_wt.clients.limits import shown
+from vllm_wt.digests import BLOCK
+from vllm_wt.errors import InvalidInfo
+
+
+def require_one_of(name: str, value: Any, values: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in values:
+        raise InvalidInfo(
+            f"The option {name} has no such value",
+            where=name,
+            expected=" or ".join(map(repr, values)),
+            got=shown(value),
+            cure="leave it out for the default",
+        )
+
+
+def require_bucket(value: Any) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole and 0 < value < 1 << 40 and value % BLOCK == 0):
+        raise InvalidInfo(
+            "This cannot be the size of a bucket",
+            where="bucket_nbytes",
+            expected=f"a multiple of {BLOCK}, more than 0",
+            got=shown(value),
+            cure="leave it out for the default",
+        )
