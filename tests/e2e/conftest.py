@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Engine:
     """A vLLM engine and what a test asks of it."""
 
-    def __init__(self, folder: Path, shape: ModelShape, tp: int) -> None:
+    def __init__(self, folder: Path, shape: ModelShape, tp: int, backend: str = "rdma") -> None:
         self.folder = folder
         self.shape = shape
         self.tp = tp
@@ -49,7 +50,7 @@ class Engine:
         checkpoint = folder / "seed0"
         save_checkpoint(random_model(shape, seed=0), checkpoint)
         self.llm = start_llm(
-            checkpoint, shape.dtype, "rdma", tp=tp, worker_extension_cls="wt_faults.FaultExtension"
+            checkpoint, shape.dtype, backend, tp=tp, worker_extension_cls="wt_faults.FaultExtension"
         )
         self.client = LocalClient(self.llm)
         self.before: dict[str, Callable[[], None]] = {}
@@ -134,10 +135,12 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _make_engine(folder: Path, shape: ModelShape, tp: int) -> Iterator[Engine]:
+def _make_engine(
+    folder: Path, shape: ModelShape, tp: int, backend: str = "rdma"
+) -> Iterator[Engine]:
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank) for rank in range(tp)))
-    engine = Engine(folder, shape, tp)
+    engine = Engine(folder, shape, tp, backend)
     try:
         yield engine
     finally:
@@ -154,10 +157,12 @@ class Engines:
         self._made: dict[tuple[str, int], Any] = {}
 
     def get(self, kind: str, tp: int) -> Any:
+        """Of kind ``llm``, ``http``, or ``nccl``: an `LLM` with that backend."""
         if (kind, tp) not in self._made:
-            make = {"llm": contextmanager(_make_engine), "http": http_engine}[kind]
+            llm = contextmanager(_make_engine)
+            make = {"llm": llm, "http": http_engine, "nccl": partial(llm, backend="nccl")}[kind]
             # A head of its own at TP 1, one that is tied to the embedding and padded at TP 2.
-            shape = ModelShape(vocab=500, tied=tp == 2)
+            shape = ModelShape(vocab=500, tied=tp == 2 or kind == "nccl")
             self._made[kind, tp] = self._stack.enter_context(make(self._folder(kind), shape, tp))
         return self._made[kind, tp]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class Trainer:
         url: str | None = None,
         options: dict[str, Any] | None = None,
         idle: bool = False,
+        backend: str = "rdma",
+        others: Sequence[str] = (),
     ) -> None:
         """Connect to the engine behind the relay, or at ``url``.
 
@@ -46,13 +49,33 @@ class Trainer:
             url: Of a server.
             options: Of the backend.
             idle: The engine runs no forward pass within a push: its test sees to that.
+            backend: Which.
+            others: Relays of more engines.
         """
         engine: Any = url or RelayClient(self._folder / "engine.sock")
         if idle:
             engine.idle_between_calls = True
+        engines = [engine, *(RelayClient(Path(path)) for path in others)]
         self._sync = WeightSync.connect(
-            engine, backend="rdma", source=self._model, deadline_s=deadline_s, **(options or {})
+            engines, backend=backend, source=self._model, deadline_s=deadline_s, **(options or {})
         )
+
+    def hold(self, bucket: int, flag: str) -> None:
+        """Of the backend `nccl`: the next push makes this file and does not send this bucket, as long
+        as there is the file."""
+        assert self._sync is not None
+        side: Any = self._sync._trainer
+        original = side._broadcast
+
+        def held(communicator: Any, number: int, deadline: Deadline) -> None:
+            if number == bucket:
+                side._broadcast = original
+                Path(flag).touch()
+                while Path(flag).exists():
+                    self.done.wait(0.01)
+            original(communicator, number, deadline)
+
+        side._broadcast = held
 
     def randomize(self, seed: int, save: bool = True) -> str:
         """New weights; the folder of a checkpoint with them."""
@@ -94,6 +117,7 @@ def main(folder: str, name: str, shape: dict[str, Any], device: str) -> None:
         method: getattr(trainer, method)
         for method in (
             "connect",
+            "hold",
             "describe",
             "randomize",
             "push",

@@ -21,11 +21,16 @@ from vllm_wt import registry
 from vllm_wt.cli import bench_commit, bench_overlap, bench_pack, bench_plan, bench_round
 from vllm_wt.cli.bench_result import machine, positive, report
 from vllm_wt.errors import BackendUnavailable, PeerDead
+from vllm_wt.spec import BackendSpec, Kind
 
 _WIRE_BOUND = 0.6
 """The least ratio of our wire stage to the raw fabric that is called ok."""
 _MAPPED_BOUND = 0.75
 """The same where workers map the memory, and the fabric is one copy of the bytes."""
+_ENGINE_BOUNDS = {"cpu": 0.85, "cuda": 0.9}
+"""The same of a backend that is an engine of its own, by device."""
+_SIZES = {Kind.TRANSPORT: (400, 300), Kind.ENGINE: (1074, 10_000)}
+"""Megabytes and tensors, by the kind of backend: one that packs is to show it on small tensors."""
 _VERIFY_BOUND = 0.2
 """The most that verifying by digests may add to the wire stage."""
 _ROUND_S = 120.0
@@ -50,8 +55,8 @@ def add_parser(commands: Any) -> None:
     wire = names.add_parser("wire", help="a backend, trainer to worker, against the bare fabric")
     wire.add_argument("--backend", default="rdma", help="default: %(default)s")
     wire.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    wire.add_argument("--megabytes", type=positive, default=400, help="payload (%(default)s)")
-    wire.add_argument("--tensors", type=positive, default=300, help="default: %(default)s")
+    wire.add_argument("--megabytes", type=positive, help=f"payload (default: {_sizes(0)})")
+    wire.add_argument("--tensors", type=positive, help=f"default: {_sizes(1)}")
     wire.add_argument("--rounds", type=positive, default=9, help="default: %(default)s")
     wire.add_argument("--json", action="store_true", help="nothing but the JSON object")
     wire.set_defaults(run=run_wire)
@@ -65,15 +70,18 @@ def add_parser(commands: Any) -> None:
 def run_wire(arguments: argparse.Namespace) -> int:
     """Exit code 1 when the ratio is below the bound."""
     spec = registry.default().get(arguments.backend).spec
-    if spec.transport is None or spec.baseline is None:
+    if spec.baseline is None or spec.kind not in _SIZES:
         raise BackendUnavailable(
             f"Backend {spec.name!r} has no bare fabric to compare with",
             backend=spec.name,
-            expected="a Transport with a baseline",
-            cure="choose a backend of kind transport with a baseline; `vllm-wt list` shows the kinds",
+            expected="a backend with a baseline",
+            cure="choose another backend",
         )
+    megabytes, tensors = _SIZES[spec.kind]
+    arguments.megabytes = arguments.megabytes or megabytes
+    arguments.tensors = arguments.tensors or tensors
     with tempfile.TemporaryDirectory(prefix="vllm-wt-bench-") as folder:
-        result = _measure_wire(arguments, Path(folder), spec.transport, spec.baseline)
+        result = _measure_wire(arguments, Path(folder), spec)
     details = result["details"]
     summary = (
         f"{details['megabytes']} MB in {details['tensors']} tensors: "
@@ -87,14 +95,10 @@ def run_wire(arguments: argparse.Namespace) -> int:
     return report(result, summary, json_only=arguments.json)
 
 
-def _measure_wire(
-    arguments: argparse.Namespace, folder: Path, transport: str, baseline: str
-) -> dict[str, Any]:
+def _measure_wire(arguments: argparse.Namespace, folder: Path, spec: BackendSpec) -> dict[str, Any]:
     config = {
         "socket": str(folder / "owner.sock"),
         "backend": arguments.backend,
-        "transport": transport,
-        "baseline": baseline,
         "device": arguments.device,
         "nbytes": arguments.megabytes * 1_000_000,
         "tensors": arguments.tensors,
@@ -111,7 +115,7 @@ def _measure_wire(
     ours, counted, raw = samples["digest"], samples["bytes"], samples["raw"]
     received = samples.get("received")
     mapped = received is not None
-    bound = _MAPPED_BOUND if mapped else _WIRE_BOUND
+    bound = _bound(spec, arguments.device, mapped=mapped)
     ratio = round(_ratio(raw, ours), 3)
     verify = round(_ratio(ours, counted) - 1, 3)
     return {
@@ -145,6 +149,16 @@ def _measure_wire(
     }
 
 
+def _sizes(which: int) -> str:
+    return ", ".join(f"{sizes[which]} of kind {kind.value}" for kind, sizes in _SIZES.items())
+
+
+def _bound(spec: BackendSpec, device: str, *, mapped: bool) -> float:
+    if spec.kind is Kind.ENGINE:
+        return _ENGINE_BOUNDS[device.partition(":")[0]]
+    return _MAPPED_BOUND if mapped else _WIRE_BOUND
+
+
 def _ratio(one: list[float], other: list[float]) -> float:
     """How many times ``other`` goes into ``one``, the median of rounds."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
@@ -156,25 +170,23 @@ def _rounds(
     """Seconds of each side, bytes, and whether what came was right."""
     import torch
 
+    from vllm_wt.backends import worker_engine
     from vllm_wt.cli.bench_owner import sides_of
     from vllm_wt.deadline import Deadline
-    from vllm_wt.engine import WorkerContext
-    from vllm_wt.info import PullInitInfo, PullUpdateInfo
+    from vllm_wt.engine import WeightTransferEngine, WorkerContext
     from vllm_wt.loading.staging import Staging
-    from vllm_wt.pull import PullEngine
 
     backend, device = config["backend"], torch.device(config["device"])
     client = _connect(Path(config["socket"]), owner)
-    engines: dict[str, PullEngine] = {}
-    transport = registry.resolve(config["transport"], backend=backend)
-    for side in sides_of(transport):
-        init = PullInitInfo.from_wire(client.call("describe", side), backend=backend)
-        engines[side] = PullEngine(
-            WorkerContext(backend=backend, device=device, rank=0, size=1), transport
-        )
-        engines[side].init_transfer_engine(init)
+    engines: dict[str, WeightTransferEngine[Any, Any]] = {}
+    spec = registry.default().get(backend).spec
+    context = WorkerContext(backend=backend, device=device, rank=0, size=1)
+    for side in sides_of(spec):
+        engine = engines[side] = worker_engine(context)
+        init = engine.init_info_cls.from_wire(client.call("describe", side), backend=backend)
+        engine.init_transfer_engine(init)
     manifest = init.manifest()
-    raw = registry.resolve(config["baseline"], backend=backend)(f"raw-{os.getpid()}", device)
+    raw = registry.resolve(str(spec.baseline), backend=backend)(f"raw-{os.getpid()}", device)
     target = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
     raw.connect(client.call("expose_raw"), target)
     samples: dict[str, list[float]] = {side: [] for side in (*engines, "raw")}
@@ -184,7 +196,8 @@ def _rounds(
             info = client.call("publish", side, number + 3)
             staging = Staging(manifest)
             began = time.perf_counter()
-            engine.receive_weights(PullUpdateInfo.from_wire(info, backend=backend), staging)
+            update = engine.update_info_cls.from_wire(info, backend=backend)
+            engine.receive_weights(update, staging)
             samples[side].append(time.perf_counter() - began)
             client.call("sent")
             staging.require_complete()

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from vllm_wt import registry
+from vllm_wt.backends import trainer_engine
 from vllm_wt.clients.relay import RelayServer
 from vllm_wt.deadline import Deadline
 from vllm_wt.info import Staging, Verify
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import Layout, meta_of
-from vllm_wt.pull import PullTrainer
 from vllm_wt.source import StateDictSource
+from vllm_wt.spec import BackendSpec
 
 SIDES: dict[str, tuple[Verify, Staging]] = {
     "digest": ("digest", "device"),
@@ -35,9 +36,17 @@ _POLL_S = 0.001
 _ROUND_S = 120.0
 
 
-def sides_of(transport: Any) -> dict[str, tuple[Verify, Staging]]:
-    """What is measured of a backend with this Transport."""
-    return MAPPED if transport.properties.maps else SIDES
+def transport_of(spec: BackendSpec) -> Any:
+    """The Transport of a backend that is one."""
+    if spec.transport is None:
+        return None
+    return registry.resolve(spec.transport, backend=spec.name)
+
+
+def sides_of(spec: BackendSpec) -> dict[str, tuple[Verify, Staging]]:
+    """What is measured of a backend."""
+    transport = transport_of(spec)
+    return MAPPED if transport is not None and transport.properties.maps else SIDES
 
 
 def _exposable(
@@ -58,25 +67,22 @@ class Owner:
         self._device = torch.device(config["device"])
         numel = config["nbytes"] // config["tensors"] // 2
         backend = config["backend"]
-        transport: Any = registry.resolve(config["transport"], backend=backend)
+        spec = registry.default().get(backend).spec
+        transport = transport_of(spec)
         self._state = {
             f"w{index}": torch.randn(numel, device=self._device).to(torch.bfloat16)
             for index in range(config["tensors"])
         }
-        if transport.properties.maps:
+        if transport is not None and transport.properties.maps:
             self._state = _exposable(self._state, transport, self._device)
         self.trainers = {
-            side: PullTrainer(
-                StateDictSource(self._state),
-                backend=backend,
-                transport_cls=transport,
-                verify=verify,
-                staging=staging,
+            side: trainer_engine(
+                backend, StateDictSource(self._state), verify=verify, staging=staging
             )
-            for side, (verify, staging) in sides_of(transport).items()
+            for side, (verify, staging) in sides_of(spec).items()
         }
         self._sending: threading.Thread | None = None
-        self.raw = registry.resolve(config["baseline"], backend=backend)(
+        self.raw = registry.resolve(str(spec.baseline), backend=backend)(
             f"raw-owner-{os.getpid()}", self._device
         )
         self._last = next(reversed(self._state.values()))
@@ -88,7 +94,7 @@ class Owner:
         """Publish, and send on a thread, so that the reader can begin."""
         self._last.fill_(version)
         deadline = Deadline(_ROUND_S)
-        trainer = self.trainers[side]
+        trainer = self._sent = self.trainers[side]
         trainer.publish(version, deadline)
         self._sending = threading.Thread(
             target=trainer.send, args=(1, deadline, lambda: None), daemon=True
@@ -100,6 +106,7 @@ class Owner:
         """The round is over on this side, too."""
         if self._sending is not None:
             self._sending.join()
+            self._sent.settle()
 
     def expose_raw(self) -> str:
         nbytes = sum(t.numel() * t.element_size() for t in self._state.values())

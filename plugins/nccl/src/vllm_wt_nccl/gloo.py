@@ -1,0 +1,119 @@
+"""Broadcasts between host memory, by a gloo process group apart from ``torch.distributed``'s own."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from vllm_wt.errors import PeerDead, Timeout, TransportError, WeightTransferError
+
+_THREADS = 4
+"""Of the group: as many operations are on their way together."""
+_LEAST_S = 0.001
+"""Least seconds: torch takes 0 for no limit."""
+
+
+class GlooBroadcast:
+    """A `vllm_wt_nccl.communicator.Broadcast`."""
+
+    def __init__(self, work: Any, buffer: torch.Tensor) -> None:
+        self._work = work
+        self._buffer = buffer  # gloo may write to it as long as this lives
+
+    @property
+    def is_over(self) -> bool:
+        """Whether gloo is done with the buffer, well or not."""
+        return bool(self._work.is_completed())
+
+    def wait(self, seconds: float) -> bool:
+        if seconds > 0:
+            # Rather than to look again and again: who receives needs the core.
+            with suppress(RuntimeError):  # it is at its end, or this wait is
+                self._work.wait(timedelta(seconds=max(_LEAST_S, seconds)))
+        if not self.is_over:
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _typed(error) from error
+        return True
+
+
+class GlooCommunicator:
+    """A `vllm_wt_nccl.communicator.Communicator`.
+
+    Made by all ranks at the same time; that takes until all have come, or the seconds have passed.
+
+    Args:
+        store: By which the ranks find each other; new for each communicator.
+        rank: 0 is the trainer.
+        size: All ranks.
+        address: Of this host, by which the others reach it.
+        seconds: For making it.
+
+    Raises:
+        WeightTransferError: A rank has not come, or cannot be reached.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, address: str, seconds: float) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
+        options._threads = _THREADS
+        options._timeout = timedelta(seconds=max(_LEAST_S, seconds))
+        try:
+            self._group = gloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise _typed(error) from error
+        # Its destructor waits for what is under way, for minutes if a peer is stopped. So that the
+        # interpreter's end does not call it, there is a reference too many until `close` succeeds.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._started: list[GlooBroadcast] = []
+
+    def broadcast(self, buffer: torch.Tensor, seconds: float) -> GlooBroadcast:
+        options: Any = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=max(_LEAST_S, seconds))
+        self._started = [each for each in self._started if not each.is_over]
+        try:
+            broadcast = GlooBroadcast(self._group.broadcast([buffer], options), buffer)
+        except RuntimeError as error:
+            raise _typed(error) from error
+        self._started.append(broadcast)
+        return broadcast
+
+    def close(self) -> bool:
+        # gloo has no way to end what is under way before its time; and to drop the group would wait.
+        if not all(each.is_over for each in self._started):
+            return False
+        if self._group is not None:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+            self._group = None
+        return True
+
+
+def _typed(error: RuntimeError) -> WeightTransferError:
+    said = str(error)
+    if "timed out" in said.lower() or "timeout" in said.lower():
+        return Timeout(
+            f"A broadcast did not come to its end in time: {said}",
+            where="gloo",
+            cure="look for a stopped trainer or worker; raise deadline_s if the transfer is just slow",
+        )
+    if "closed" in said.lower() or "reset" in said.lower() or "refused" in said.lower():
+        return PeerDead(
+            f"A peer has gone in the middle of a broadcast: {said}",
+            where="gloo",
+            cure="see which trainer or worker has ended, and its log; push again",
+        )
+    return TransportError(
+        f"A broadcast failed: {said}",
+        where="gloo",
+        cure="see what gloo says; GLOO_SOCKET_IFNAME is not used, the trainer's address is",
+    )

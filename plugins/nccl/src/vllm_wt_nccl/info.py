@@ -1,0 +1,52 @@
+"""What crosses between trainer and workers of the ``nccl`` backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from vllm_wt.info import Count, InitInfo, Staging, UpdateInfo, Verify, WireInfo
+
+Host = Annotated[str, Field(min_length=1, max_length=255)]
+"""A name or an address."""
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclInitInfo(InitInfo):
+    """Where the trainer is met, and how its tensors come.
+
+    Args:
+        address: Of the trainer's rendezvous.
+        port: Likewise.
+        bucket_nbytes: Most bytes of one broadcast; both sides cut the tensors, in the manifest's
+            order, at its multiples.
+        verify: What is compared before the commit.
+        staging: Where the workers receive.
+    """
+
+    address: Host
+    port: Port
+    bucket_nbytes: Count
+    verify: Verify
+    staging: Staging
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclUpdateInfo(UpdateInfo):
+    """Nothing of this backend's own: names, shapes and layout have crossed at init."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(WireInfo):
+    """Who takes part in a round.
+
+    Args:
+        group: Number of the communicator: another one than in the last round is made anew.
+        members: Numbers of the workers, in the order of their ranks in it, from 1 on; the trainer is 0.
+    """
+
+    group: Count
+    members: tuple[Count, ...]

@@ -1,0 +1,172 @@
+"""How a round's members find each other: what is left at the rendezvous, and the communicator.
+
+In each round every worker leaves its number; the trainer waits for as many as there are, and calls
+them. With the same members as before they go on with the communicator that they have.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_wt.caller import Caller
+from vllm_wt.deadline import Deadline
+from vllm_wt.errors import CorruptTransfer, WeightTransferError, from_facts
+from vllm_wt_nccl.communicator import Communicator
+from vllm_wt_nccl.gloo import GlooCommunicator
+from vllm_wt_nccl.info import Call
+from vllm_wt_nccl.rendezvous import Rendezvous, bounded
+
+WORKERS = "workers"
+"""How many workers have come, which numbers them from 1."""
+_LOOK_S = 0.05
+"""Seconds between two looks at whether a round has failed elsewhere."""
+_TELL_S = 2.0
+"""Seconds that it may take to tell the others of a failure."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What is left for one attempt.
+
+    Args:
+        ticket: Of the attempt.
+    """
+
+    ticket: int
+
+    @property
+    def here(self) -> str:
+        """How many workers take part by now, all of whom are in `who`."""
+        return f"{self.ticket}/here"
+
+    @property
+    def who(self) -> str:
+        """Their numbers."""
+        return f"{self.ticket}/who"
+
+    @property
+    def call(self) -> str:
+        """A `vllm_wt_nccl.info.Call`."""
+        return f"{self.ticket}/call"
+
+    @property
+    def done(self) -> str:
+        """How many workers have everything."""
+        return f"{self.ticket}/done"
+
+    @property
+    def failed(self) -> str:
+        """The facts of an error, once somebody has failed."""
+        return f"{self.ticket}/failed"
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (self.here, self.who, self.call, self.done, self.failed)
+
+
+class Watch:
+    """Raises when a round has failed elsewhere, or the trainer has gone.
+
+    Args:
+        rendezvous: Where that is told.
+        keys: Of the attempt.
+        deadline: Of the round.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, keys: Keys, deadline: Deadline) -> None:
+        self._rendezvous = rendezvous
+        self._keys = keys
+        self._deadline = deadline
+        self._next = time.monotonic() + _LOOK_S
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        if self._rendezvous.has(self._keys.failed, self._deadline):
+            said = self._rendezvous.get(self._keys.failed, self._deadline, "an error")
+            raise from_facts(decoded(said, "an error"))
+        self._next = time.monotonic() + _LOOK_S
+
+
+def tell(rendezvous: Rendezvous, keys: Keys, error: WeightTransferError) -> None:
+    """The others need not wait for this side.
+
+    Raises:
+        WeightTransferError: They could not be told.
+    """
+    rendezvous.put(keys.failed, json.dumps(error.facts()), Deadline(_TELL_S))
+
+
+def numbers(said: bytes) -> list[int]:
+    """The workers who take part, in order.
+
+    Raises:
+        CorruptTransfer: These are no numbers.
+    """
+    try:
+        return sorted(map(int, said.decode().split()))
+    except ValueError:
+        raise _corrupt(said, "a list of workers", "numbers") from None
+
+
+def decoded(said: bytes, what: str) -> dict[str, Any]:
+    """What somebody has left, as the JSON object that it must be.
+
+    Raises:
+        CorruptTransfer: It is none.
+    """
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise _corrupt(said, what, "a JSON object")
+    return found
+
+
+def _corrupt(said: bytes, what: str, expected: str) -> CorruptTransfer:
+    return CorruptTransfer(
+        f"What was left at the rendezvous is not {what}",
+        where="rendezvous",
+        expected=expected,
+        got=repr(said[:100]),
+        cure="connect again; if it stays, see who else uses the trainer's port",
+    )
+
+
+def made(
+    rendezvous: Rendezvous,
+    call: Call,
+    rank: int,
+    address: str,
+    device: torch.device,
+    deadline: Deadline,
+) -> Communicator:
+    """The communicator of a call, with all its members; each makes it at the same time.
+
+    Args:
+        rendezvous: Where they meet.
+        call: Of the trainer.
+        rank: Of this side, 0 for the trainer.
+        address: Of this host, by which the others reach it.
+        device: Of the buffers.
+        deadline: Of the round.
+
+    Raises:
+        WeightTransferError: A member has not come in time, or cannot be reached.
+    """
+    store = rendezvous.apart(f"group/{call.group}", deadline)
+    size = 1 + len(call.members)
+    communicator: Communicator = bounded(
+        Caller("vllm-wt-communicator"),
+        lambda: GlooCommunicator(store, rank, size, address, deadline.remaining()),
+        deadline,
+        "Not all members have come to the communicator in time",
+        where=f"rank {rank} of {size}, {device}",
+    )
+    return communicator

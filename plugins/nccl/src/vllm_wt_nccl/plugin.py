@@ -1,0 +1,25 @@
+"""Entry point of the ``nccl`` backend. Import-light."""
+
+from __future__ import annotations
+
+from vllm_wt.hookspecs import hookimpl
+from vllm_wt.spec import BackendSpec, Capability, Kind
+
+
+@hookimpl
+def vllm_wt_backend() -> BackendSpec:
+    """Describe the backend."""
+    return BackendSpec(
+        name="nccl",
+        kind=Kind.ENGINE,
+        worker="vllm_wt_nccl.worker:NcclEngine",
+        trainer="vllm_wt_nccl.trainer:NcclTrainer",
+        baseline="vllm_wt_nccl.baseline:RawBroadcast",
+        capabilities=frozenset({Capability.CPU, Capability.MULTI_HOST, Capability.MANY_READERS}),
+        unsupported={
+            Capability.ZERO_COPY: "what is sent is packed into buckets first",
+            Capability.MANY_OWNERS: "one rank of the trainer sends",
+        },
+        summary="packed broadcasts from a trainer to all workers at once: gloo between CPUs",
+        contract=1,
+    )

@@ -1,0 +1,302 @@
+"""The trainer's side: packs the weights into buckets, and broadcasts each to all workers at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+
+from vllm_wt.deadline import ROUND_S, Deadline
+from vllm_wt.digests import BLOCK
+from vllm_wt.engine import Sender, TrainerWeightTransferEngine
+from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder
+from vllm_wt.info import InitInfo, Op, Staging, UpdateInfo, Verify, seconds_left
+from vllm_wt.options import require_bucket, require_one_of
+from vllm_wt.packing import as_bytes
+from vllm_wt.pull.pouring import Pouring
+from vllm_wt.pull.ring import Filling, Nothing, Ring
+from vllm_wt.source import WeightSource
+from vllm_wt_nccl.bucketing import bucketing
+from vllm_wt_nccl.communicator import Broadcast, Communicator
+from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
+from vllm_wt_nccl.meeting import Keys, made, numbers, tell
+from vllm_wt_nccl.options import require_address, require_port
+from vllm_wt_nccl.rendezvous import Rendezvous, local_address
+
+_LOOK_S = 0.0005
+"""Seconds between two looks at how many workers have come."""
+_SENT_S = 0.02
+"""Seconds between two looks at whether the round has failed, while a buffer is not free."""
+_BUCKET_NBYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Size of a bucket, unless all weights are less."""
+
+
+class NcclTrainer(TrainerWeightTransferEngine):
+    """Trainer side of the backend.
+
+    Nothing waits for workers but `send`: they meet the trainer at a rendezvous that it keeps, and say
+    in each round who takes part. The communicator is made with them, and kept while they stay the same
+    and nothing fails.
+
+    Args:
+        source: The weights.
+        backend: Name of the backend.
+        address: Of this host, as the workers reach it; by default that of the way to the engines.
+        port: Of the rendezvous there; 0 for any that is free.
+        verify: ``"digest"``: every block of 4 KiB is compared by a 64-bit digest before the commit.
+            ``"bytes"`` or ``"off"``: only that every bucket has come.
+        staging: Where the workers receive; see `vllm_wt.loading.arena`.
+        bucket_nbytes: Most bytes of one broadcast, a multiple of 4096.
+        options: Others; none are known.
+
+    Raises:
+        InvalidInfo: An option has a wrong value, or is unknown.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        backend: str,
+        address: str | None = None,
+        port: int = 0,
+        verify: Verify = "digest",
+        staging: Staging = "auto",
+        bucket_nbytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, backend=backend, **options)
+        require_one_of("verify", verify, get_args(Verify))
+        require_one_of("staging", staging, get_args(Staging))
+        require_bucket(bucket_nbytes)
+        self._address = require_address(address)
+        self._port = require_port(port)
+        self._verify = verify
+        self._staging = staging
+        self._session = uuid.uuid4().hex
+        self._manifest = source.manifest()
+        self._device = next((t.device for _, t in source.at_hand()), source.device)
+        self._bucket_nbytes = bucket_nbytes or _BUCKET_NBYTES[self._device.type]
+        self._buckets = bucketing(self._manifest, self._bucket_nbytes, verify, self._device)
+        self._pouring = Pouring(source, self._manifest, self._buckets.packed)
+        self._ring: Ring | None = None
+        self._digests: torch.Tensor | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._communicator: Communicator | None = None
+        self._call = Call(group=0, members=())
+        self._quarantine: list[Communicator] = []
+        """Those that may still read the buffers that they hold."""
+        self._under_way: dict[int, list[Broadcast]] = {}
+        """Of each bucket that was sent and may not have been read out yet."""
+        self._deadline = Deadline(ROUND_S)
+        self._is_ready = False
+        """Whether the last publish has come to its end, and its buffers are there."""
+        self._ticket = 0
+        self._version = 0
+
+    def describe(self, deadline: Deadline) -> InitInfo:
+        if self._rendezvous is None:
+            address = self._address or self._way_to_engines()
+            self._rendezvous = Rendezvous.host(self._session, address, self._port, deadline)
+        return NcclInitInfo(
+            session=self._session,
+            tensors=InitInfo.tensors_of(self._manifest),
+            manifest_digest=self._manifest.digest,
+            deadline_s=seconds_left(deadline),
+            address=self._rendezvous.address,
+            port=self._rendezvous.port,
+            bucket_nbytes=self._bucket_nbytes,
+            verify=self._verify,
+            staging=self._staging,
+        )
+
+    def publish(self, version: int, deadline: Deadline) -> None:
+        self._version, self._deadline = version, deadline
+        self._ticket += 1
+        self._forget(self._ticket - 2)  # late workers may still look at that of the round before
+        self._pouring.begin()
+        if self._is_steady():
+            self._pouring.look()
+            return
+        self._is_ready = False
+        self._manifest.require_same(self.source.manifest().tensors, where="publish")
+        if self._ring is None and self._buckets.count:
+            self._make_buffers()
+        self._pouring.prepare(self._ring)
+        self._is_ready = True
+
+    def send(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
+        sender = self.sender(readers, deadline, watch)
+        if isinstance(sender, Filling):
+            self._pouring.pour(sender)
+
+    def sender(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> Sender:
+        if self._ring is None:
+            return Nothing()
+        if readers is None:
+            raise InvalidInfo(
+                "An engine does not say how many workers it has, all of which must take part",
+                where="world_size",
+                expected="the number of workers",
+                got="none",
+                cure="give the client a method world_size()",
+            )
+        # Of a worker that has failed core hears from its engine, which `watch` asks.
+        communicator = self._joined(readers, Keys(self._ticket), deadline, watch)
+
+        def have_read(bucket: int) -> int:
+            return int(self._is_sent(bucket, min(_SENT_S, deadline.remaining())))
+
+        def ready(bucket: int) -> None:
+            self._broadcast(communicator, bucket, deadline)
+
+        return Filling(
+            self._ring,
+            self._digests,
+            readers=1,
+            have_read=have_read,
+            ready=ready,
+            watch=watch,
+            deadline=deadline,
+        )
+
+    def withdraw(self) -> None:
+        if self._rendezvous is None or not self._ticket:
+            return
+        given_up = Aborted(
+            "The trainer has given the round up",
+            backend=self.backend,
+            cure="see its error; push again",
+        )
+        tell(self._rendezvous, Keys(self._ticket), given_up)
+
+    def settle(self) -> None:
+        self._pouring.end()
+        if not all(map(self._is_over, list(self._under_way))):
+            self._drop_communicator()
+        self._under_way.clear()
+
+    def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
+        if op in {"poll", "seal", "all"}:
+            self._pouring.require_kept("nothing was committed")
+        return NcclUpdateInfo(
+            op=op,
+            session=self._session,
+            version=self._version,
+            ticket=self._ticket,
+            manifest_digest=self._manifest.digest,
+            deadline_s=seconds_left(deadline),
+        )
+
+    def serve(self, stop: threading.Event) -> None:
+        stop.wait()  # the store has a thread of its own
+
+    def delivered(self) -> int:
+        if self._rendezvous is None or not self._ticket:
+            return 0
+        for bucket in list(self._under_way):
+            self._is_sent(bucket)
+        return self._rendezvous.add(Keys(self._ticket).done, 0, self._deadline)
+
+    def shutdown(self) -> None:
+        self._drop_communicator()
+        self._under_way.clear()
+        self._rendezvous = None
+        self._ring = self._digests = None
+        self._is_ready = False
+        self._pouring = Pouring(self.source, self._manifest, self._buckets.packed)
+
+    def _is_steady(self) -> bool:
+        """Whether everything is as it was prepared in the last round."""
+        return self._is_ready and self.source.is_same() and self._pouring.is_steady
+
+    @property
+    def _met(self) -> Rendezvous:
+        if self._rendezvous is None:
+            raise WrongOrder("The trainer cannot be met", cure="connect again")
+        return self._rendezvous
+
+    def _way_to_engines(self) -> str:
+        """An address of this host that all engines reach: those on this one reach any."""
+        ways = [local_address(host) for host in self.hosts]
+        others = [way for way in ways if not ipaddress.ip_address(way).is_loopback]
+        return next(iter(others + ways), "127.0.0.1")
+
+    def _make_buffers(self) -> None:
+        def zeros(nbytes: int) -> torch.Tensor:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+
+        self._ring = Ring(self._buckets, zeros)
+        if self._buckets.digested:
+            self._digests = torch.zeros(
+                self._buckets.blocks, dtype=torch.int64, device=self._device
+            )
+
+    def _joined(
+        self, readers: int, keys: Keys, deadline: Deadline, watch: Callable[[], None]
+    ) -> Communicator:
+        """The communicator with all workers, each of which has said that it takes part."""
+        rendezvous = self._met
+        here = 0
+        while here < readers:
+            deadline.check(
+                "Not all workers have come in time",
+                where="rendezvous",
+                got=f"{here} of {readers} workers",
+            )
+            here = rendezvous.add(keys.here, 0, self._deadline)
+            watch()
+            deadline.wait(_LOOK_S if here < readers else 0)
+        said = rendezvous.get(keys.who, deadline, "The workers have not said who they are", watch)
+        members = tuple(numbers(said))
+        if self._communicator is None or self._call.members != members:
+            self._drop_communicator()
+            self._call = Call(group=self._call.group + 1, members=members)
+        rendezvous.put(keys.call, json.dumps(self._call.to_wire()), deadline)
+        if self._communicator is None:
+            self._communicator = made(
+                rendezvous, self._call, 0, rendezvous.address, self._device, deadline
+            )
+        return self._communicator
+
+    def _broadcast(self, communicator: Communicator, bucket: int, deadline: Deadline) -> None:
+        assert self._ring is not None
+        first, count = self._buckets.digests_of(bucket)
+        seconds = deadline.remaining()
+        slot = self._ring.slot(bucket)[: count * BLOCK]
+        buffers = [slot]
+        if self._digests is not None:
+            buffers.append(as_bytes(self._digests[first : first + count]))
+        self._under_way[bucket] = [communicator.broadcast(each, seconds) for each in buffers]
+
+    def _is_sent(self, bucket: int, seconds: float = 0.0) -> bool:
+        """Whether a bucket's buffer is free again, or becomes so soon; raises what has failed."""
+        if not all(broadcast.wait(seconds) for broadcast in self._under_way.get(bucket, ())):
+            return False
+        self._under_way.pop(bucket, None)
+        return True
+
+    def _is_over(self, bucket: int) -> bool:
+        try:
+            return self._is_sent(bucket)
+        except WeightTransferError:
+            return False
+
+    def _drop_communicator(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None and not communicator.close():
+            self._quarantine.append(communicator)
+            self._ring = self._digests = None  # they are in use
+            self._is_ready = False
+        self._quarantine = [each for each in self._quarantine if not each.close()]
+
+    def _forget(self, ticket: int) -> None:
+        """What was left for an attempt that nobody asks for any more."""
+        if self._rendezvous is not None and ticket > 0:
+            for key in Keys(ticket).all:
+                self._rendezvous.delete(key, self._deadline)

@@ -1,0 +1,65 @@
+"""A peer in a process of its own: does what its input says, line by line, and answers each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from vllm_wt.deadline import Deadline
+from vllm_wt.errors import WeightTransferError
+from vllm_wt_nccl.gloo import GlooCommunicator
+from vllm_wt_nccl.rendezvous import Rendezvous
+
+HOST = "127.0.0.1"
+SESSION = "session"
+
+
+class Peer:
+    """A side of a rendezvous, and a rank of a communicator."""
+
+    def host(self) -> int:
+        self._rendezvous = Rendezvous.host(SESSION, HOST, 0, Deadline(30))
+        return self._rendezvous.port
+
+    def join(self, port: int) -> None:
+        self._rendezvous = Rendezvous.join(SESSION, HOST, port, Deadline(30))
+
+    def put(self, key: str, value: str) -> None:
+        self._rendezvous.put(key, value, Deadline(30))
+
+    def meet(self, rank: int, size: int, seconds: float) -> None:
+        store = self._rendezvous.apart("group", Deadline(30))
+        self._communicator = GlooCommunicator(store, rank, size, HOST, seconds)
+
+    def start(self, nbytes: int, value: int, seconds: float) -> None:
+        """A broadcast, of this rank's part in it."""
+        self._buffer = torch.full((nbytes,), value, dtype=torch.uint8)
+        self._broadcast = self._communicator.broadcast(self._buffer, seconds)
+
+    def finish(self, seconds: float) -> list[int]:
+        """Wait for it; the least and the largest byte that have come."""
+        deadline = Deadline(seconds)
+        while not self._broadcast.wait(0.01):
+            deadline.check("the broadcast is not done")
+        return [int(self._buffer.min()), int(self._buffer.max())]
+
+    def close(self) -> bool:
+        return self._communicator.close()
+
+
+def main() -> None:
+    peer = Peer()
+    for line in sys.stdin:
+        method, arguments = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            answer = {"result": getattr(peer, method)(*arguments)}
+        except WeightTransferError as error:
+            answer = {"error": error.facts()}
+        print(json.dumps(answer), flush=True)
+
+
+main()

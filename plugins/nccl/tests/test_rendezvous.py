@@ -1,0 +1,158 @@
+"""Where trainer and workers meet: every call is bounded, and what cannot be reached is named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_wt.deadline import Deadline
+from vllm_wt.errors import Aborted, CorruptTransfer, InvalidInfo, PeerDead, Timeout, TransportError
+from vllm_wt_nccl.meeting import Keys, Watch, decoded, numbers, tell
+from vllm_wt_nccl.rendezvous import Rendezvous, local_address
+
+HOST = "127.0.0.1"
+Make = Callable[[], Any]
+
+
+def _hosted() -> Rendezvous:
+    return Rendezvous.host("session", HOST, 0, Deadline(30))
+
+
+def _joined(port: int, seconds: float = 30) -> Rendezvous:
+    return Rendezvous.join("session", HOST, port, Deadline(seconds))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]", "192.0.2.7", "no-such-host.invalid"])
+def test_an_address_that_workers_cannot_reach_is_refused(address: str) -> None:
+    with pytest.raises(InvalidInfo) as caught:
+        Rendezvous.host("session", address, 0, Deadline(30))
+    assert address in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    first = _hosted()
+    with pytest.raises(InvalidInfo, match=f"port {first.port}"):
+        Rendezvous.host("session", HOST, first.port, Deadline(30))
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]", "localhost"])
+def test_addresses_of_each_form(address: str) -> None:
+    host = Rendezvous.host("session", address, 0, Deadline(30))
+    worker = Rendezvous.join("session", address, host.port, Deadline(30))
+    worker.put("key", "value", Deadline(30))
+    assert host.get("key", Deadline(30), "it is missing") == b"value"
+    assert local_address(address) in {"::1", "127.0.0.1"}
+
+
+def test_it_listens_on_its_own_address_alone() -> None:
+    host = _hosted()
+    with pytest.raises(PeerDead):
+        Rendezvous.join("session", "127.0.0.2", host.port, Deadline(30))
+
+
+def test_a_port_that_is_free_by_now() -> None:
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(PeerDead, match=f"port {port}"):
+        _joined(port)
+
+
+def test_one_that_does_not_answer() -> None:
+    with socket.create_server((HOST, 0)) as server, pytest.raises(Timeout):
+        _joined(server.getsockname()[1], seconds=0.5)
+
+
+def test_another_session_at_the_same_port() -> None:
+    host = _hosted()
+    with pytest.raises(PeerDead, match="Another trainer"):
+        Rendezvous.join("of before", HOST, host.port, Deadline(30))
+
+
+def test_no_way_to_a_name_that_is_none() -> None:
+    with pytest.raises(TransportError, match=r"no-such-host\.invalid"):
+        local_address("no-such-host.invalid")
+
+
+def test_sessions_do_not_meet() -> None:
+    host = _hosted()
+    host.put("key", "one", Deadline(30))
+    store = host.apart("group", Deadline(30))
+    assert not store.check(["key"])
+
+
+def test_a_key_is_waited_for(peer: Make) -> None:
+    host = _hosted()
+    worker = peer()
+    worker.call("join", host.port)
+    looks = []
+
+    def put_late() -> None:
+        looks.append(None)
+        if len(looks) == 3:
+            worker.begin("put", "key", "late")
+
+    assert host.get("key", Deadline(30), "it is missing", put_late) == b"late"
+    assert len(looks) >= 3
+
+
+def test_a_key_that_does_not_come() -> None:
+    with pytest.raises(Timeout, match="it is missing"):
+        _hosted().get("key", Deadline(0.2), "it is missing")
+
+
+def test_a_wait_is_given_up() -> None:
+    deadline = Deadline(60)
+    with pytest.raises(Aborted, match="no longer wanted"):
+        _hosted().get("key", deadline, "it is missing", lambda: deadline.cancel("no longer wanted"))
+
+
+def test_a_trainer_that_is_killed(peer: Make) -> None:
+    trainer = peer()
+    worker = _joined(trainer.call("host"))
+    trainer.kill()
+    with pytest.raises(PeerDead):
+        worker.get("key", Deadline(30), "it is missing")
+
+
+def test_a_trainer_that_is_stopped_and_goes_on(peer: Make) -> None:
+    trainer = peer()
+    worker = _joined(trainer.call("host"))
+    trainer.stop()
+    with pytest.raises(Timeout):
+        worker.add("count", 1, Deadline(0.3))
+    deadline = Deadline(60)
+    threading.Timer(0.2, deadline.cancel, ["no longer wanted"]).start()
+    with pytest.raises(Aborted):
+        worker.add("count", 1, deadline)
+    trainer.go_on()
+    assert worker.add("other", 1, Deadline(30)) == 1
+
+
+def test_a_failure_is_told() -> None:
+    host, keys = _hosted(), Keys(7)
+    worker = _joined(host.port)
+    watch = Watch(host, keys, Deadline(30))
+    watch()
+    tell(worker, keys, CorruptTransfer("It is not what it was", cure="push again"))
+    with pytest.raises(CorruptTransfer, match="It is not what it was"):
+        _look_until_it_raises(watch)
+
+
+def _look_until_it_raises(watch: Watch) -> None:
+    while True:
+        watch()
+
+
+def test_what_is_left_is_validated() -> None:
+    assert decoded(b'{"a": 1}', "a call") == {"a": 1}
+    assert numbers(b"3 1 2 ") == [1, 2, 3]
+    for said in (b"[1]", b"{", b"\xff"):
+        with pytest.raises(CorruptTransfer, match="a call"):
+            decoded(said, "a call")
+    for said in (b"one", b"\xff"):
+        with pytest.raises(CorruptTransfer):
+            numbers(said)
