@@ -250,8 +250,9 @@ class NcclTrainer(TrainerWeightTransferEngine):
                 got=f"{here} of {readers} workers",
             )
             here = rendezvous.add(keys.here, 0, self._deadline)
-            watch()
-            deadline.wait(_LOOK_S if here < readers else 0)
+            if here < readers:
+                watch()
+                deadline.wait(_LOOK_S)
         said = rendezvous.get(keys.who, deadline, "The workers have not said who they are", watch)
         members = tuple(numbers(said))
         if self._communicator is None or self._call.members != members:

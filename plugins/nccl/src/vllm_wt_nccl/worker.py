@@ -88,16 +88,12 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
             deadline.cancel(self._given_up)
         keys = Keys(update_info.ticket)
         try:
-            if self._rendezvous is None:
-                self._join(deadline)
-            rendezvous = self._joined
-            if self._receiving is None:
-                self._prepare()
-            assert self._receiving is not None
+            rendezvous = self._rendezvous or self._join(deadline)
+            receiving = self._receiving or self._prepare()
             watch = Watch(rendezvous, keys, deadline)
-            if self._receiving.count:
-                self._attend(keys, deadline, watch)
-            self._receiving.run(self._communicator, load_weights, deadline, watch)
+            if receiving.count:
+                self._attend(rendezvous, keys, deadline, watch)
+            receiving.run(self._communicator, load_weights, deadline, watch)
             rendezvous.add(keys.done, 1, deadline)
         except BaseException as error:
             self._tell(keys, error)
@@ -124,13 +120,7 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         self._drop()
         self._reception = self._info = None
 
-    @property
-    def _joined(self) -> Rendezvous:
-        if self._rendezvous is None:
-            raise WrongOrder("No connection to a trainer", cure="connect first")
-        return self._rendezvous
-
-    def _join(self, deadline: Deadline) -> None:
+    def _join(self, deadline: Deadline) -> Rendezvous:
         """Become known to the trainer."""
         if self._info is None:
             raise WrongOrder("No connection to a trainer", cure="connect first")
@@ -138,8 +128,9 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         rendezvous = Rendezvous.join(info.session, info.address, info.port, deadline)
         self._number = rendezvous.add(WORKERS, 1, deadline)
         self._rendezvous = rendezvous
+        return rendezvous
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Receiving:
         if self._info is None or self._reception is None:
             raise WrongOrder("No connection to a trainer", cure="connect first")
         info, reception = self._info, self._reception
@@ -147,10 +138,10 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         self._needed = arena_nbytes(reception, buckets)
         arena = self._arena.take(self._needed, reception.choice.staging)
         self._receiving = Receiving(buckets, reception, arena, self.context.device)
+        return self._receiving
 
-    def _attend(self, keys: Keys, deadline: Deadline, watch: Watch) -> None:
+    def _attend(self, rendezvous: Rendezvous, keys: Keys, deadline: Deadline, watch: Watch) -> None:
         """Say that this worker takes part in a round, and join the communicator that it is for."""
-        rendezvous = self._joined
         rendezvous.append(keys.who, f"{self._number} ", deadline)
         rendezvous.add(keys.here, 1, deadline)
         said = rendezvous.get(
