@@ -20,8 +20,9 @@ from torch import nn
 
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.packing import meta_of
-from vllm_wt.source import Announced, ModuleSource, StateDictSource, as_source
+from vllm_wt.source import Announced, Cast, ModuleSource, StateDictSource, as_source
 from vllm_wt.sources.announced import handed_over
+from vllm_wt.sources.whole import is_dtensor
 
 DEADLINE_S = 120
 WORLD = 2
@@ -84,6 +85,8 @@ class Rank:
             "shapes": {t.name: list(t.shape) for t in manifest.tensors},
             "plain": all(type(t) is torch.Tensor and not t.requires_grad for _, t in items),
             "made": sorted(made),
+            "parts": [[name, is_dtensor(tensor)] for name, tensor in source.parts()],
+            "distributed": [name for name, _ in source.distributed()],
             # Both passes' tensors are alive: only one that exists in full is twice the same.
             "in_place": sorted(
                 n
@@ -146,6 +149,19 @@ class Rank:
             items["replicated"].data_ptr() == state["replicated"].to_local().data_ptr()
         )
         self.walk("pairs", as_source(list(state.items())))
+        self.walk("cast", Cast(StateDictSource(state), torch.bfloat16))
+
+        class Doubled(StateDictSource):
+            """Of a trainer that makes others of its tensors."""
+
+            def __iter__(self):
+                return ((name, 2 * tensor) for name, tensor in super().__iter__())
+
+        doubled = Doubled({"rows": state["rows"]})
+        self.report["doubled"] = [
+            [name, torch.equal(tensor, 2 * full["rows"])] for name, tensor in doubled.parts()
+        ]
+        self.report["doubled_distributed"] = len(list(doubled.distributed()))
         self.report["announced"] = Announced(state).manifest() == StateDictSource(state).manifest()
         for name in ("rows", "replicated"):
             try:
@@ -307,6 +323,19 @@ def test_fsdp2_made(reports):
         assert report["fsdp"]["in_place"] == ["one"]
         assert report["fsdp_state"]["made"] == [name for name in names if name != "one"]
         assert report["fsdp_state"]["in_place"] == ["bias_correction", "one"]
+
+
+def test_what_is_passed_ungathered(reports):
+    """And a source whose passes are its own is not passed by."""
+    names = list(full_tensors())
+    for report in reports:
+        for key in ("placements", "pairs", "cast"):
+            assert report[key]["parts"] == [[name, name != "plain"] for name in names]
+            assert report[key]["distributed"] == [name for name in names if name != "plain"]
+        assert report["vllm"]["parts"] == [[name, False] for name in names]
+        assert report["vllm"]["distributed"] == []
+        assert report["doubled"] == [["rows", True]]
+        assert report["doubled_distributed"] == 0
 
 
 def test_fsdp2_after_a_forward(reports, folder):

@@ -2,103 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from vllm_wt.clients.relay import RelayClient
-from vllm_wt.errors import PeerDead
+from processes import Forker, Process, until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "wt_ring.py"
-LONG_S = 60.0
-"""Seconds after which what a test waits for is taken not to come; far below the ranks' own timeout."""
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """What it returns, once that is something."""
-    end = time.monotonic() + LONG_S
-    while not (found := condition()):
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.005)
-    return found
+class RingForker(Forker):
+    """Trainers that tests share."""
 
-
-class Process:
-    """One of them, by a socket of its own."""
-
-    def __init__(self, pid: int, path: Path) -> None:
-        self.pid = pid
-        self.path = path
-        self._client: RelayClient | None = None
-
-    def call(self, method: str, *args: Any) -> Any:
-        if self._client is None:
-            self._client = until(self._connected, "a process to answer")
-        return self._client.call(method, *args)
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def stopped(self) -> bool:
-        return self._state() == "T"
-
-    def dead(self) -> bool:
-        return self._state() is None
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        if self._client is not None:
-            self._client.close()
-
-    def _state(self) -> str | None:
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        return text.rpartition(")")[2].split()[0]
-
-    def _connected(self) -> RelayClient | None:
-        assert not self.dead(), "the process has ended"
-        try:
-            return RelayClient(self.path, timeout_s=LONG_S)
-        except PeerDead:
-            return None
-
-
-class Forker:
-    """Where processes come from."""
-
-    def __init__(self, folder: Path, script: Path = SCRIPT) -> None:
-        self._folder = folder
-        self._processes: list[Process] = []
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, SCRIPT)
         self._trainers: dict[int, Trainer] = {}
-        self._parent = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # glibc gives what is above back at once, so that what is measured is what is held.
-            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
-        )
-
-    def fork(self, role: str, *arguments: Any) -> Process:
-        path = self._folder / str(len(self._processes))
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
-        print(json.dumps([role, str(path), *arguments]), file=self._parent.stdin, flush=True)
-        process = Process(int(self._parent.stdout.readline()), path)
-        self._processes.append(process)
-        return process
 
     def idle_trainer(self, world: int) -> Trainer:
         """One of an earlier test, unless that has failed and left a rank in a collective."""
@@ -110,13 +29,8 @@ class Forker:
         return kept
 
     def trainer(self, world: int) -> Trainer:
-        store = str(self._folder / f"store{len(self._processes)}")
+        store = str(self.folder / f"store{len(self._processes)}")
         return Trainer([self.fork("rank", rank, world, store) for rank in range(world)])
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.close()
-        self._parent.communicate()
 
 
 class Trainer:
@@ -177,19 +91,19 @@ class Trainer:
 
 
 @pytest.fixture(scope="session")
-def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
-    forker = Forker(tmp_path_factory.mktemp("ring"))
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RingForker]:
+    forker = RingForker(tmp_path_factory.mktemp("ring"))
     yield forker
     forker.close()
 
 
 @pytest.fixture(params=[2, 3], ids=["two ranks", "three ranks"])
-def trainer(request: pytest.FixtureRequest, forker: Forker) -> Trainer:
+def trainer(request: pytest.FixtureRequest, forker: RingForker) -> Trainer:
     return forker.idle_trainer(request.param)
 
 
 @pytest.fixture
-def new_reader(forker: Forker) -> Iterator[Callable[[], Process]]:
+def new_reader(forker: RingForker) -> Iterator[Callable[[], Process]]:
     """Makes readers; those of a test end with it."""
     made = []
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import signal
 
 import pytest
+from processes import until
 from wt_ring import SHAPES, digest_of, full_tensors
-
-from .conftest import until
 
 pytestmark = pytest.mark.xdist_group("ring")
 

@@ -13,11 +13,9 @@ from unittest.mock import patch
 
 import pytest
 from ipc_trainer import IpcEngine
-from wt_ring import digest_of, full_tensors
+from processes import LONG_S, Forker, Group, digests, until
 
 from vllm_wt.testing.models import ModelShape, random_model, randomize, save_checkpoint
-
-from .conftest import LONG_S, Forker, until
 
 pytestmark = pytest.mark.xdist_group("team")
 
@@ -25,67 +23,6 @@ SCRIPT = Path(__file__).parents[1] / "support" / "wt_team.py"
 BUCKET = {"bucket_nbytes": 8192}
 SOON_S = 2.0
 """A deadline that is waited for, and what ranks wait beyond it."""
-
-
-def digests(seed):
-    """The oracle: the tensors before any rank had them."""
-    return {
-        name: [str(tensor.dtype), list(tensor.shape), digest_of(tensor)]
-        for name, tensor in full_tensors("small", seed).items()
-    }
-
-
-class Group:
-    """All ranks of a trainer, and its engine."""
-
-    def __init__(self, forker, backend, world, engine):
-        store = str(forker._folder / f"store{len(forker._processes)}")
-        self.backend, self.engine = backend, engine
-        self.ranks = [forker.fork("rank", rank, world, store) for rank in range(world)]
-
-    def start(self, method, *args, ranks=None):
-        for rank in self.ranks if ranks is None else ranks:
-            rank.call("launch", method, *args)
-
-    def outcomes(self, ranks=None):
-        return [
-            until(lambda rank=rank: rank.call("outcome"), "the end of a call")
-            for rank in (self.ranks if ranks is None else ranks)
-        ]
-
-    def all(self, method, *args):
-        self.start(method, *args)
-        outcomes = self.outcomes()
-        assert not any("error" in each for each in outcomes), outcomes
-        return [each["result"] for each in outcomes]
-
-    def failed(self, ranks=None):
-        """The error of each."""
-        outcomes = self.outcomes(ranks)
-        assert all("error" in each for each in outcomes), outcomes
-        assert all(each["error"].get("cure") for each in outcomes), outcomes
-        return [each["error"] for each in outcomes]
-
-    def codes(self, ranks=None):
-        return [error["code"] for error in self.failed(ranks)]
-
-    def connect(self, **options):
-        self.all("connect_together", str(self.engine.path), self.backend, options)
-        self.engine.call("calls")
-
-    def push(self, version):
-        assert self.all("push_together", version) == [version] * len(self.ranks)
-
-    def assert_pushes(self, version, seed=None):
-        """All is well: new values reach every worker."""
-        seed = 100 + version if seed is None else seed
-        self.all("fill", seed)
-        self.push(version)
-        self.assert_has(seed)
-
-    def assert_has(self, seed):
-        workers = self.engine.call("digests")
-        assert workers == [digests(seed)] * len(workers)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from wt_ring import Rank, digest_of, full_tensors, serve
 
 from vllm_wt import WeightSync
 from vllm_wt.clients.relay import RelayClient
-from vllm_wt.engine import WorkerContext
+from vllm_wt.engine import WeightTransferEngine, WorkerContext
 from vllm_wt.errors import LoadError, WeightTransferError, to_text
 from vllm_wt.pull import PullEngine
 from vllm_wt.ranks import Report
@@ -220,8 +220,11 @@ class TeamEngine:
             context = WorkerContext(
                 backend=backend, device=torch.device("cpu"), rank=rank, size=workers
             )
-            engine = PullEngine(context, _watched(TRANSPORTS[backend], self))
+            engine = self._engine(context)
             self._rounds.append(WorkerRound(engine, model, _Threads(rank, said, barrier)))
+
+    def _engine(self, context: WorkerContext) -> WeightTransferEngine[Any, Any]:
+        return PullEngine(context, _watched(TRANSPORTS[context.backend], self))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._all("init", lambda each: each.init(init_info))

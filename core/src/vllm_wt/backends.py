@@ -52,7 +52,7 @@ def trainer_engine(
     Args:
         backend: Its name.
         source: The weights.
-        team: The trainer's ranks, a `Team`, where each has memory of its own to be read.
+        team: The trainer's ranks, a `Team`, where each has memory to be read, or sends a part.
         options: Of the backend.
 
     Raises:
@@ -85,15 +85,18 @@ def trainer_engine(
         if isinstance(team, Team):
             return TeamTrainer(source, team=team, **options)
         return PullTrainer(source, **options if team is None else {**options, "team": team})
-    if team is not None:
+    trainer_cls: type[TrainerWeightTransferEngine] = registry.resolve(
+        str(spec.trainer), backend=spec.name
+    )
+    if team is None:
+        return trainer_cls(source, backend=spec.name, **options)
+    make = trainer_cls.of_team()
+    if make is None or not isinstance(team, Team):
         raise InvalidInfo(
             f"Backend {spec.name!r} does not read from several ranks of a trainer",
             where="group",
-            expected="a backend of kind transport",
+            expected="a backend of kind transport, or one whose trainer's side has of_team()",
             got=f"one of kind {spec.kind.value}",
             cure="connect on one rank, without group",
         )
-    engine: TrainerWeightTransferEngine = registry.resolve(str(spec.trainer), backend=spec.name)(
-        source, backend=spec.name, **options
-    )
-    return engine
+    return make(source, team=team, backend=spec.name, **options)

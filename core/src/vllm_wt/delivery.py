@@ -55,6 +55,9 @@ class Delivery:
             before start.
     """
 
+    _goes_ahead = True
+    """Whether this trainer decides by itself what is published."""
+
     def __init__(
         self,
         links: Sequence[EngineLink],
@@ -74,20 +77,30 @@ class Delivery:
         self._over = False
         self._at_once = False
         """Whether the round is one call."""
+        self._is_asked = False
+        """Whether that call is under way."""
         self._serving: Serving | None = None
         self._sender: Sender | None = None
         self.published_s = 0.0
         """Seconds that publishing took."""
 
-    def begin(self) -> None:
-        """Publish, and have every engine receive."""
+    def begin(self, *, whole: bool = False) -> None:
+        """Publish, and have every engine receive.
+
+        Args:
+            whole: What comes next is `send` and `end`: an engine that takes a round in one call may be
+                asked for it before it is known what there is to publish, and waits for that.
+        """
         with self._step():
+            for link in self._links:
+                link.begin()
             began = time.perf_counter()
+            self._is_asked = whole and self._ask_ahead()
             with reading("publish"):
                 self._trainer.publish(self._version, self._deadline)
             self.published_s = time.perf_counter() - began
-            for link in self._links:
-                link.begin()
+            if self._is_asked and not self._trainer.went_ahead:
+                self._drop()
             self._serving = Serving(self._trainer)
             with self._serving.blamed():
                 if not self._overlap:
@@ -97,7 +110,7 @@ class Delivery:
                 # It has nothing to serve where all is there for the one engine that knows where. Else
                 # until every round is closed, a failed one too: with UCX over TCP a reader that goes
                 # away can abort an owner that does not poll.
-                if not (self._at_once and self._links[0].knows_where):
+                if not (self._is_asked or (self._at_once and self._links[0].knows_where)):
                     self._serving.start()
                 if not self._at_once:
                     self._open()
@@ -152,6 +165,9 @@ class Delivery:
         self._over = True
         replaced = None
         try:
+            if self._is_asked:
+                self._withdraw()
+                self._drop()
             if self._serving is not None:
                 self._withdraw()
                 try:
@@ -206,6 +222,19 @@ class Delivery:
                 cure="see the cause, in the source or in the backend; every engine has the new weights",
             ) from error
 
+    def _ask_ahead(self) -> bool:
+        """Whether the engine has been asked for the whole round, and waits for what is published."""
+        if not (self._goes_ahead and self._can_be_at_once() and self._links[0].knows_where):
+            return False
+        if not self._trainer.go_ahead(self._version):
+            return False
+        return self._links[0].ask_round(self._version, self._deadline)
+
+    def _drop(self) -> None:
+        """Wait until the engine has let go of a round that it was asked for, and does not get."""
+        self._is_asked = False
+        self._links[0].drop_round()
+
     def _can_be_at_once(self) -> bool:
         return self._trainer.at_once and len(self._links) == 1 and self._links[0].at_once
 
@@ -213,7 +242,9 @@ class Delivery:
         """From what is published and sent to new weights in every engine."""
         if self._at_once:
             (link,) = self._links
-            if link.run_round(self._version, self._deadline):
+            end = link.end_round if self._is_asked else link.run_round
+            self._is_asked = False
+            if end(self._version, self._deadline):
                 link.resume()
                 return
             self._at_once = False

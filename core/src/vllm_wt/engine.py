@@ -61,12 +61,14 @@ class WorkerContext:
         device: Device of the worker's model; receive buffers belong there.
         rank: Rank in the engine's worker group (tensor and pipeline parallel).
         size: Number of workers in that group.
+        replica: Which of the engine's data-parallel replicas, each of which is such a group.
     """
 
     backend: str
     device: torch.device
     rank: int
     size: int
+    replica: int = 0
 
 
 class WeightTransferEngine(ABC, Generic[I, U]):
@@ -188,6 +190,12 @@ class TrainerWeightTransferEngine(ABC):
         """Other hosts that the engines are reached on, as their clients name them; set before the first
         `describe`."""
 
+    @classmethod
+    def of_team(cls) -> Callable[..., TrainerWeightTransferEngine] | None:
+        """Makes one of several ranks that connect together: a `vllm_wt.together.TogetherTrainer`; None
+        where the backend has none. It takes a ``team`` besides what ``cls`` takes."""
+        return None
+
     @abstractmethod
     def describe(self, deadline: Deadline) -> InitInfo:
         """What the workers need to connect."""
@@ -235,6 +243,19 @@ class TrainerWeightTransferEngine(ABC):
     @property
     def at_once(self) -> bool:
         """Whether workers can receive all of a version in one call, once it is published and sent."""
+        return False
+
+    def go_ahead(self, version: int) -> bool:
+        """Whether workers may be asked for a version that is yet to be published, and wait for it.
+
+        After True, `update_info` is of that version, and `publish` is what comes next, or `withdraw`.
+        """
+        return False
+
+    @property
+    def went_ahead(self) -> bool:
+        """Whether what the workers were asked for ahead is what was then published; if not, they have
+        been told, and must be asked again."""
         return False
 
     def withdraw(self) -> None:  # noqa: B027

@@ -11,6 +11,7 @@ import torch
 from vllm_wt.errors import ManifestMismatch
 from vllm_wt.loading.regions import extent
 from vllm_wt.packing import as_bytes
+from vllm_wt.packing.places import are_at, places_of
 
 
 class Exposed:
@@ -29,7 +30,7 @@ class Exposed:
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self.buffers = list(buffers)
         self.memory = [as_bytes(buffer) for buffer in self.buffers]
-        self._places = _places(self.buffers)
+        self._places = places_of(self.buffers)
         self._storages = [memory.untyped_storage() for memory in self.memory]
         self._needed = [int(m.storage_offset()) + m.numel() for m in self.memory]
         # Autograd counts how often a tensor was written to, but not one of inference.
@@ -43,7 +44,7 @@ class Exposed:
     def has_same_memory(self, other: Exposed) -> bool:
         """Whether what was registered is what would be; memory that was freed is other memory, even
         where the allocator has given out the same address again."""
-        still = _places(self.memory) == self._places and self._has_memory
+        still = are_at(self.memory, self._places) and self._has_memory
         return still and self._places == other._places
 
     def require_kept(self, cure: str) -> None:
@@ -73,7 +74,7 @@ class Exposed:
     @property
     def in_place(self) -> bool:
         """Whether the buffers are where they were, with their memory."""
-        return _places(self.buffers) == self._places and self._has_memory
+        return are_at(self.buffers, self._places) and self._has_memory
 
     @property
     def _has_memory(self) -> bool:
@@ -92,10 +93,6 @@ def _title(buffers: list[torch.Tensor], are_right: Iterable[bool]) -> str:
         if not is_right:
             return f"a tensor of {buffer.dtype} {list(buffer.shape)}"
     return "one that has just come back"
-
-
-def _places(tensors: list[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def placed(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:

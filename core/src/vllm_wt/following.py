@@ -10,9 +10,9 @@ from vllm_wt.deadline import Deadline
 from vllm_wt.delivery import Delivery
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.link import EngineLink
-from vllm_wt.pull import TeamTrainer
 from vllm_wt.serving import reading, serving
 from vllm_wt.team import Team
+from vllm_wt.together import TogetherTrainer
 
 
 @contextmanager
@@ -39,7 +39,9 @@ def teamed(group: Any, deadline: Deadline) -> Iterator[Team | None]:
         raise
 
 
-def connect_together(trainer: TeamTrainer, links: Sequence[EngineLink], deadline: Deadline) -> None:
+def connect_together(
+    trainer: TogetherTrainer, links: Sequence[EngineLink], deadline: Deadline
+) -> None:
     """Connect engines to all ranks.
 
     Args:
@@ -77,7 +79,9 @@ def _owners(links: Sequence[EngineLink], deadline: Deadline) -> list[str] | None
 class Leading(Delivery):
     """A round that the first rank leads: the others are told what has failed."""
 
-    _trainer: TeamTrainer
+    _goes_ahead = False
+
+    _trainer: TogetherTrainer
 
     def give_up(self, error: BaseException) -> BaseException:
         if not self._over:
@@ -85,7 +89,7 @@ class Leading(Delivery):
         return self._trainer.behind(super().give_up(error))
 
 
-def follow(trainer: TeamTrainer, version: int, deadline: Deadline) -> None:
+def follow(trainer: TogetherTrainer, version: int, deadline: Deadline) -> None:
     """This rank's part in a round that the first one leads.
 
     Raises:

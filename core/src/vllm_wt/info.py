@@ -318,7 +318,10 @@ class PullUpdateInfo(UpdateInfo):
     Args:
         handle: The new handle when memory moved since init or the last round.
         others: With it, those of the trainer's other ranks.
+        ahead: The trainer asks before it has looked at its weights: they are not to be read until it
+            has signalled that they can be.
     """
 
     handle: Handle | None = None
     others: tuple[Handle, ...] = ()
+    ahead: bool = False

@@ -52,6 +52,9 @@ class WeightSyncClient(Protocol):
     - ``run_round(update_info, weight_version) -> list[dict[str, float] | None] | None``: start, update
       and finish in one call, for an engine that generates nothing meanwhile; from each worker the
       seconds of ``wire`` and ``load``. None if it can't be done: then nothing has been.
+    - ``ask_round(update_info, weight_version) -> Callable[[], ...] | None``: the same, begun; what it
+      returns waits for the end of it, and returns and raises what ``run_round`` does. None if that
+      can't be: then nothing has been.
     - ``idle_between_calls``: True if no forward pass can run while the caller is inside ``push``.
     - ``address``: a text that names the engine in errors.
     - ``host``: the host that it is reached on; none if the engine is on this one.
@@ -124,6 +127,8 @@ class EngineLink:
         """Ticket of a commit during which the trainer's memory has changed; the engine knows nothing
         of that."""
         self._attempted: UpdateInfo | None = None
+        self._answer: Callable[[], Any] | None = None
+        """Waits for the end of a round that was asked for ahead."""
         self._answers = True
         self._replaced = False
         self._pauses = all(callable(getattr(client, call, None)) for call in ("pause", "resume"))
@@ -265,20 +270,60 @@ class EngineLink:
         After an error the engine has its old weights, unless just the answer got lost, or the commit
         failed in the middle: :meth:`ask` tells.
         """
+        info = self._attempt_round(deadline)
+        return self._end_round(lambda: self._call_round(info, version, deadline), deadline)
+
+    def ask_round(self, version: int, deadline: Deadline) -> bool:
+        """Begin such a call for a version that is yet to be published; whether that could be done."""
+        if not callable(getattr(self.client, "ask_round", None)):
+            return False
+        info = self._attempt_round(deadline)
+        self._answer = self._call("ask_round", info.to_wire(), str(version))
+        return self._answer is not None
+
+    def end_round(self, version: int, deadline: Deadline) -> bool:
+        """Wait for the end of the call that was begun, as of :meth:`run_round`."""
+
+        def ended() -> Any:
+            try:
+                return self._awaited()
+            except Superseded:
+                raise
+            except WrongOrder:  # a round was left open, as in `start`
+                info = replace(self._info("all", deadline), paused=True)
+                return self._call_round_anew(info, version, deadline)
+
+        return self._end_round(ended, deadline)
+
+    def drop_round(self) -> None:
+        """Wait for the end of the call that was begun, whose attempt was withdrawn."""
+        with suppress(WeightTransferError):
+            self._awaited()
+
+    def _awaited(self) -> Any:
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        return self._made("run_round", answer)
+
+    def _attempt_round(self, deadline: Deadline) -> UpdateInfo:
         self._told = self._trainer.generation
         self._in_doubt = True
         info = replace(self._info("all", deadline), paused=True)
         self._attempted = self._info("confirm", deadline)
         self.whole = None
-        began = time.perf_counter()
+        self._asked = time.perf_counter()
+        return info
+
+    def _end_round(self, end: Callable[[], Any], deadline: Deadline) -> bool:
         try:
-            told = self._call_round(info, version, deadline)
+            told = end()
         except WeightTransferError as error:
             self._require_committed(error, deadline)
             return True
         if told is None:
             return False
-        took = time.perf_counter() - began
+        took = time.perf_counter() - self._asked
+        assert self._attempted is not None
         self._known = self._told
         if isinstance(told, list) and told and all(isinstance(each, dict) for each in told):
             self.torn, self.whole, self._held = False, True, self._attempted
@@ -292,14 +337,16 @@ class EngineLink:
         return True
 
     def _call_round(self, info: UpdateInfo, version: int, deadline: Deadline) -> Any:
-        arguments = info.to_wire(), str(version)
         try:
-            return self._call("run_round", *arguments)
+            return self._call("run_round", info.to_wire(), str(version))
         except Superseded:
             raise
         except WrongOrder:  # a round was left open, as in `start`
-            self._update(self._info("abort", deadline))
-            return self._call("run_round", *arguments)
+            return self._call_round_anew(info, version, deadline)
+
+    def _call_round_anew(self, info: UpdateInfo, version: int, deadline: Deadline) -> Any:
+        self._update(self._info("abort", deadline))
+        return self._call("run_round", info.to_wire(), str(version))
 
     def _require_committed(self, error: WeightTransferError, deadline: Deadline) -> None:
         """Raise ``error``, unless the engine holds what was attempted all the same."""
@@ -522,6 +569,10 @@ class EngineLink:
 
     def _call(self, method: str, *args: Any) -> Any:
         function: Callable[..., Any] = getattr(self.client, method)
+        return self._made(method, function, *args)
+
+    def _made(self, method: str, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a call of the client's; its error typed."""
         try:
             result = function(*args)
         except Exception as error:

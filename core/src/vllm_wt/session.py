@@ -28,11 +28,11 @@ from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder
 from vllm_wt.following import Leading, connect_together, follow, teamed
 from vllm_wt.link import EngineLink, Stages
 from vllm_wt.manifest import Manifest
-from vllm_wt.pull import TeamTrainer
 from vllm_wt.reports import WorkerReport
 from vllm_wt.serving import reading
 from vllm_wt.source import Announced, as_source
 from vllm_wt.sources.announced import handed_over
+from vllm_wt.together import TogetherTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +139,9 @@ class WeightSync:
         """Connect to engines.
 
         A trainer whose ranks each have all weights on a GPU that also has a worker connects on all of
-        them with ``group``: every worker reads the rank on its own GPU. All ranks make the same calls
-        of `connect` and `push`, as of a collective; the first one talks to the engines, and what fails
+        them with ``group``: every worker reads the rank on its own GPU. So does one whose ranks each
+        send what they hold, as those of the backend ``nccl`` can. All ranks make the same calls of
+        `connect` and `push`, as of a collective; the first one talks to the engines, and what fails
         there is raised on all.
 
         Args:
@@ -182,7 +183,7 @@ class WeightSync:
                     EngineLink(client, trainer, f"engine{index}")
                     for index, client in enumerate(clients)
                 ]
-                if isinstance(trainer, TeamTrainer):
+                if isinstance(trainer, TogetherTrainer):
                     connect_together(trainer, links, deadline)
                 for link in links if team is None else ():
                     link.connect(deadline)
@@ -226,14 +227,14 @@ class WeightSync:
                 deadline = _deadline(deadline_s)
                 version = self._next(version)
             except WeightTransferError as error:
-                if isinstance(self._trainer, TeamTrainer):  # the other ranks wait for this one
+                if isinstance(self._trainer, TogetherTrainer):  # the other ranks wait for this one
                     self._trainer.refuse(error, deadline)
                 raise
-            if isinstance(self._trainer, TeamTrainer) and not self._trainer.team.leads:
+            if isinstance(self._trainer, TogetherTrainer) and not self._trainer.team.leads:
                 return self._follow(self._trainer, version, deadline)
             current = self._new(version, deadline, overlap)
             with self._step(current):
-                current.delivery.begin()
+                current.delivery.begin(whole=True)
                 current.delivery.send()
                 return self._end(current)
 
@@ -332,7 +333,7 @@ class WeightSync:
         self._require_advance(version)
         return version
 
-    def _follow(self, trainer: TeamTrainer, version: int, deadline: Deadline) -> PushResult:
+    def _follow(self, trainer: TogetherTrainer, version: int, deadline: Deadline) -> PushResult:
         began = time.perf_counter()
         follow(trainer, version, deadline)
         total_s = time.perf_counter() - began
@@ -341,7 +342,7 @@ class WeightSync:
     def _new(self, version: int, deadline: Deadline, overlap: bool) -> _Round:
         began = time.perf_counter()
         tell("vllm_wt_round_started", version=version)
-        kind = Leading if isinstance(self._trainer, TeamTrainer) else Delivery
+        kind = Leading if isinstance(self._trainer, TogetherTrainer) else Delivery
         delivery = kind(self._links, self._trainer, version, deadline, overlap=overlap)
         return _Round(version, delivery, began)
 

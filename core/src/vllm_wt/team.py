@@ -78,6 +78,7 @@ class Team:
 
     def __init__(self, group: Any, deadline: Deadline) -> None:
         store, self.rank, self.size = _place_in(group)
+        self._group = group
         self.has_agreed = False
         """Whether the ranks have exchanged anything yet."""
         try:
@@ -88,6 +89,11 @@ class Team:
             )
         except RuntimeError as error:  # torch's errors of a store and of a network are among these
             raise _failed(error, "connect", deadline.seconds) from error
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Each of them as ``torch.distributed`` counts it, and the mesh of a DTensor."""
+        return tuple(dist.get_process_group_ranks(self._group))
 
     @property
     def leads(self) -> bool:

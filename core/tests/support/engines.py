@@ -140,7 +140,9 @@ def connecting(monkeypatch, transport_cls, trainer_cls=PullTrainer):
     monkeypatch.setattr(
         session,
         "trainer_engine",
-        lambda backend, source: trainer_cls(source, backend=backend, transport_cls=transport_cls),
+        lambda backend, source, **options: trainer_cls(
+            source, backend=backend, transport_cls=transport_cls, **options
+        ),
     )
     opened = []
 

@@ -17,6 +17,7 @@ from vllm_wt.loading.batches import batch_of
 from vllm_wt.loading.plan import Copy, LoadPlan, Parameter, full_name
 from vllm_wt.loading.targets import Targets
 from vllm_wt.packing import as_bytes
+from vllm_wt.packing.places import are_at
 
 
 class Held:
@@ -42,10 +43,7 @@ class Held:
     def is_current(self) -> bool:
         """Whether the model still has these very tensors, where they were."""
         now = map(dict.get, self._owners, self._names)
-        # Parameters of vLLM's are of a class that would take part in each question.
-        with torch._C.DisableTorchFunctionSubclass():
-            places = list(map(torch.Tensor.data_ptr, self._tensors))
-        return places == self._places and all(map(operator.is_, now, self._tensors))
+        return are_at(self._tensors, self._places) and all(map(operator.is_, now, self._tensors))
 
 
 @dataclass(eq=False)

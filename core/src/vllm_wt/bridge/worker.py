@@ -39,7 +39,11 @@ class WorkerEngine(VllmEngine):
         gate.open_for(WorkerEngine)
         ranks = compat.worker_ranks(vllm_config.parallel_config)
         context = WorkerContext(
-            backend=self.backend, device=device, rank=ranks.rank, size=ranks.size
+            backend=self.backend,
+            device=device,
+            rank=ranks.rank,
+            size=ranks.size,
+            replica=vllm_config.parallel_config.data_parallel_index,
         )
         self.forms = Forms(
             context,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -37,6 +38,8 @@ _SLACK_S = 60.0
 _CALL_S = 300.0
 """Seconds that a call without a deadline of its own may take: with start and finish, vLLM waits for
 the step in progress, and finish commits the weights."""
+_SENT_S = 0.0001
+"""Seconds that it takes to send a call from another thread."""
 _LOOK_S = 0.25
 """Seconds between two looks at whether an engine that has not answered lives."""
 
@@ -98,6 +101,27 @@ class LocalClient:
         self, update_info: dict[str, Any], weight_version: str
     ) -> list[dict[str, float] | None] | None:
         """See `vllm_wt.link.WeightSyncClient`."""
+        call = self._round(update_info, weight_version)
+        if call is None:
+            return None
+        limit = call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s)
+        return list(self._call("run_round", call, limit))
+
+    def ask_round(
+        self, update_info: dict[str, Any], weight_version: str
+    ) -> Callable[[], list[dict[str, float] | None]] | None:
+        """See `vllm_wt.link.WeightSyncClient`."""
+        call = self._round(update_info, weight_version)
+        if call is None or self._resources is None:
+            return None
+        limit = call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s)
+        answer = self._begun("run_round", call, limit)
+        # It is on its way as soon as its thread has had the interpreter, which we would keep busy.
+        time.sleep(_SENT_S)
+        return lambda: list(answer())
+
+    def _round(self, update_info: dict[str, Any], weight_version: str) -> Callable[[], Any] | None:
+        """A round in one call; None if this engine can't."""
         set_version = getattr(self._llm.llm_engine, "set_weight_version", None)
         if not can_report(self.configured_backend()) or (
             self._takes_version and set_version is None
@@ -110,8 +134,7 @@ class LocalClient:
                 set_version(weight_version)
             return told
 
-        limit = call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s)
-        return list(self._call("run_round", call, limit))
+        return call
 
     def world_size(self) -> int:
         """Workers that receive weights: tensor times pipeline parallel."""
@@ -145,15 +168,28 @@ class LocalClient:
             told = self._call("reports", lambda: self._llm.collective_rpc(REPORT), self._call_s)
         return report_list(told, where="reports")
 
+    @property
+    def _resources(self) -> Any:
+        """Of the engine core's process; None of one within this process, which cannot die by itself,
+        and whose GPU's context belongs to the caller's thread."""
+        return getattr(self._llm.llm_engine.engine_core, "resources", None)
+
     def _call(self, where: str, function: Callable[[], Any], seconds: float) -> Any:
-        # An engine core within this process has no process to die, and its GPU's context belongs to
-        # the caller's thread.
-        resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
-        with _alive(where):
-            if resources is None:
+        if self._resources is None:
+            with _alive(where):
                 return function()
-            future = self._caller(function)
-            return _answer(future, where, seconds, lambda: _check_dead(resources, where))
+        return self._begun(where, function, seconds)()
+
+    def _begun(self, where: str, function: Callable[[], Any], seconds: float) -> Callable[[], Any]:
+        """A call on a thread of its own; what is returned waits for it."""
+        resources = self._resources
+        future = self._caller(function)
+
+        def answer() -> Any:
+            with _alive(where):
+                return _answer(future, where, seconds, lambda: _check_dead(resources, where))
+
+        return answer
 
 
 class AsyncLocalClient:

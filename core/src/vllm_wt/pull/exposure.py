@@ -22,7 +22,8 @@ SIGNAL_WORDS = 3
 DIGESTED = 0
 """The ticket for which all tensors that are read in place have their digests."""
 READY = 1
-"""The number (`Exposure.number`) of the newest bucket that can be read."""
+"""The number (`Exposure.number`) of the newest bucket that can be read; without buckets, the newest
+ticket whose memory is as it will stay."""
 WITHDRAWN = 2
 """The newest ticket that is over: what is mapped may have changed since."""
 WORD = 8

@@ -20,12 +20,14 @@ from vllm_wt.info import Handle
 from vllm_wt.loading.apply import Kept
 from vllm_wt.loading.slices import Runs
 from vllm_wt.packing import DTYPES, view_as
-from vllm_wt.pull.exposure import DIGESTED, SIGNAL_WORDS, WITHDRAWN, WORD, Exposure
+from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, WITHDRAWN, WORD, Exposure
 from vllm_wt.pull.verifying import corrupt, expected_blocks
 from vllm_wt.transport import MappingTransport
 
 _LOOK_S = 0.0002
 """Seconds between two looks at the owner's signals."""
+_LOOKS_TOGETHER = 400
+"""Looks right after each other, about two milliseconds of them."""
 
 
 class Mapped:
@@ -102,6 +104,29 @@ class Mapped:
         self.require_kept()
         load_weights(self._weights)
         self._transport.notify(self._owner, ticket)
+
+    def await_published(self, ticket: int, deadline: Deadline) -> None:
+        """Until the owner's memory is what an attempt is to read, which was asked for before it was.
+
+        Raises:
+            Aborted: It will not be: the owner has other memory, or has given the attempt up.
+            Timeout: The deadline has passed.
+            WeightTransferError: The owner does not live.
+        """
+        self._ticket = ticket
+        # It comes within a millisecond, and who waits for it has nothing else to do.
+        looks = 0
+        while int(self._signals[READY]) < ticket:
+            self.require_kept()
+            looks += 1
+            if looks % _LOOKS_TOGETHER == 0:
+                self._transport.check(self._owner)
+                deadline.check(
+                    "The trainer has not published what it has asked for in time",
+                    where="receive_weights",
+                    got="a trainer that has stopped",
+                )
+                deadline.wait(_LOOK_S)
 
     def check(self) -> None:
         """See that the owner lives.

@@ -26,10 +26,20 @@ class Pouring:
         source: The weights.
         manifest: What it had when the session began.
         packed: Names of the tensors that go through a ring.
+        always: Whether the source is to be walked where nothing goes through a ring, too, since other
+            ranks gather theirs from it.
     """
 
-    def __init__(self, source: WeightSource, manifest: Manifest, packed: frozenset[str]) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        manifest: Manifest,
+        packed: frozenset[str],
+        *,
+        always: bool = False,
+    ) -> None:
         self._source = source
+        self._always = always
         self._packed = packed
         self._metas = {tensor.name: tensor for tensor in manifest.tensors}
         self._watched = Exposed([])
@@ -45,7 +55,8 @@ class Pouring:
 
     def begin(self) -> None:
         """A round begins: the source is to be walked, here or in `end`."""
-        self._owed = bool(self._packed) and not isinstance(self._source, Announced)
+        walked = bool(self._packed) or self._always
+        self._owed = walked and not isinstance(self._source, Announced)
 
     def forget(self) -> None:
         """No rank has begun to make anything, so there is nothing to walk."""

@@ -119,7 +119,7 @@ class Filling:
         for bucket in range(self._ring.buckets.count):
             self._enter(bucket)
             into(bucket).run()
-            self._leave()
+            self._hand_on(bucket)
 
     def end(self) -> None:
         """All tensors have been put.
@@ -161,12 +161,17 @@ class Filling:
     def _leave(self) -> None:
         if self._bucket is None:
             return
+        if self._digests is not None and self._digests.is_cuda:
+            # What is in the bucket may have come on other streams.
+            torch.cuda.synchronize(self._digests.device)
+        self._hand_on(self._bucket)
+
+    def _hand_on(self, bucket: int) -> None:
+        """A bucket is full, as far as the current stream can see."""
         if self._digests is not None:
-            if self._digests.is_cuda:  # what is in the bucket may have come on other streams
-                torch.cuda.synchronize(self._digests.device)
-            first, count = self._ring.exposure.digests_of(self._bucket)
-            self._ring.digests(self._bucket).run(self._digests[first : first + count])
-        self._ready(self._bucket)
+            first, count = self._ring.exposure.digests_of(bucket)
+            self._ring.digests(bucket).run(self._digests[first : first + count])
+        self._ready(bucket)
         self._bucket = None
 
 

@@ -107,6 +107,11 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._pouring = Pouring(source, self._manifest, frozenset())
         self._is_ready = False
         """Whether the last publish has come to its end."""
+        self._was_steady = False
+        """Whether it has found everything as it was before."""
+        self._is_ahead = False
+        """Whether workers may have been asked for what is published next."""
+        self._went_ahead = False
         self._generation = 0
         self._ticket = 0
         self._version = 0
@@ -138,9 +143,20 @@ class PullTrainer(TrainerWeightTransferEngine):
             handle=self._handle(),
         )
 
+    def go_ahead(self, version: int) -> bool:
+        self._is_ahead = self._was_steady and self._is_mapped
+        if self._is_ahead:
+            self._attempt(version)
+        return self._is_ahead
+
+    @property
+    def went_ahead(self) -> bool:
+        return self._went_ahead
+
     def publish(self, version: int, deadline: Deadline) -> None:
-        self._version = version
-        self._ticket += self._settled.count + 1
+        ahead, self._is_ahead, self._went_ahead = self._is_ahead, False, False
+        if not ahead:
+            self._attempt(version)
         self._pouring.begin()
         if self._is_steady():
             self._synchronize()  # readers see memory, not our streams
@@ -148,12 +164,24 @@ class PullTrainer(TrainerWeightTransferEngine):
                 self._copied.run()
             self._exposed.look()
             self._pouring.look()
+            self._was_steady = True
+            if ahead:
+                self._signal(READY, self._ticket)
+                self._went_ahead = True
             return
-        self._is_ready = False
+        self._is_ready = self._was_steady = False
+        if ahead:
+            self.withdraw()
+            self._attempt(version)
         self._manifest.require_same(self.source.manifest().tensors, where="publish")
         self._expose()
         self._pouring.prepare(self._ring)
         self._is_ready = True
+
+    def _attempt(self, version: int) -> None:
+        """A new one, of which workers know nothing yet."""
+        self._version = version
+        self._ticket += self._settled.count + 1
 
     def send(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
         sender = self.sender(readers, deadline, watch)
@@ -207,12 +235,13 @@ class PullTrainer(TrainerWeightTransferEngine):
             self._signal(WITHDRAWN, self._ticket)
 
     def settle(self) -> None:
+        self._is_ahead = False
         self._progress()  # a round of one call may have had nobody to take its reports
         self._pouring.end()
 
     def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
         # Before a worker says that what came is not what was sent.
-        if op in {"poll", "seal", "all"}:
+        if op in {"poll", "seal", "all"} and not self._is_ahead:
             self._require_kept("nothing was committed")
         return PullUpdateInfo(
             op=op,
@@ -222,6 +251,7 @@ class PullTrainer(TrainerWeightTransferEngine):
             manifest_digest=self._manifest.digest,
             deadline_s=seconds_left(deadline),
             handle=self._handle() if op in {"open", "all"} and known != self._generation else None,
+            ahead=op == "all" and self._is_ahead,
         )
 
     def serve(self, stop: threading.Event) -> None:
@@ -295,12 +325,14 @@ class PullTrainer(TrainerWeightTransferEngine):
         return zeros
 
     def _is_steady(self) -> bool:
-        """Whether everything is as it was exposed, and prepared, in the last round."""
+        """Whether everything is as it was exposed, and prepared, in the last round.
+
+        What the source has is looked at, and so is what is exposed, which is the same memory.
+        """
         return (
             self._is_ready
             and self._region is not None
             and self.source.is_same()
-            and self._exposed.in_place
             and self._pouring.is_steady
             and (self._copied is None or self._copied.can_repeat)
         )

@@ -153,6 +153,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
                 if self._reading is None:
                     self._connect(deadline)
                 assert self._reading is not None
+                if update_info.ahead:
+                    self._mapped().await_published(update_info.ticket, deadline)
                 self._reading.run(update_info.ticket, load_weights, deadline)
             except BaseException:
                 self._drop_connection()

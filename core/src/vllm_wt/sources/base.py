@@ -37,6 +37,15 @@ class WeightSource(ABC):
         """
         return iter(()) if self.made else iter(self)
 
+    def distributed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The DTensors among them, as the source holds them, in manifest order; makes nothing, and asks
+        no peer. A pass may yield them in another dtype."""
+        return iter(())
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A fresh pass, as of iteration; DTensors are yielded as such, and not gathered."""
+        return iter(self)
+
     def is_same(self) -> bool:
         """Whether :meth:`at_hand` would yield all of the manifest, and the very tensors that it did the
         last time, under the same names; False where that takes as long as to yield them."""

@@ -44,8 +44,18 @@ class Cast(WeightSource):
         return Manifest(tuple(self._sent_as(tensor) for tensor in self._source.manifest().tensors))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._source:
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        return self._cast(iter(self._source))
+
+    def distributed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._source.distributed() if self._yields_casts else iter(())
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._cast(self._source.parts()) if self._yields_casts else iter(self)
+
+    @property
+    def _yields_casts(self) -> bool:
+        """Whether a pass is that of this class: one derived from it may make others."""
+        return type(self).__iter__ is Cast.__iter__
 
     def at_hand(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source.at_hand():
@@ -61,6 +71,12 @@ class Cast(WeightSource):
         """What the source makes, and what is cast."""
         cast = (t.name for t in self._source.manifest().tensors if self._sent_as(t) != t)
         return self._source.made.union(cast)
+
+    def _cast(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _sent_as(self, tensor: TensorMeta) -> TensorMeta:
         floating = DTYPES[tensor.dtype].is_floating_point

@@ -98,6 +98,22 @@ class TensorSource(WeightSource):
             yield name, full
         self._last = look  # whoever asked has taken all of it
 
+    def distributed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return (
+            pair for pair in (self._detached() if self._yields_items else ()) if is_dtensor(pair[1])
+        )
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._detached() if self._yields_items else iter(self)
+
+    @property
+    def _yields_items(self) -> bool:
+        """Whether a pass is over :meth:`_items`: a class derived from these may make others of them."""
+        return type(self).__iter__ is TensorSource.__iter__
+
+    def _detached(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.detach()) for name, tensor in self._checked())
+
     def is_same(self) -> bool:
         last, now = self._last, self._look()
         return last is not None and now is not None and now.is_same(last)

@@ -72,7 +72,7 @@ def require_sendable(name: Any, value: Any, *, where: str) -> None:
             got="a tensor on the meta device",
             cure="load the model's weights before connecting",
         )
-    local = _local(value) if is_dtensor(value) else value
+    local = local_part(value) if is_dtensor(value) else value
     if local.layout is not torch.strided or local.is_quantized or _keeps_values_elsewhere(local):
         raise _refused(
             name,
@@ -123,7 +123,7 @@ def whole(name: str, tensor: torch.Tensor, *, where: str) -> torch.Tensor:
                 got=f"rank {torch.distributed.get_rank()}",
                 cure="connect in the ranks of the tensor's device mesh",
             )
-        tensor = _gather(name, dtensor, where) if is_gathered(tensor) else _local(tensor)
+        tensor = _gather(name, dtensor, where) if is_gathered(tensor) else local_part(tensor)
     return tensor
 
 
@@ -140,7 +140,8 @@ def _gather(name: str, dtensor: Any, where: str) -> torch.Tensor:
     return full
 
 
-def _local(dtensor: Any) -> torch.Tensor:
+def local_part(dtensor: Any) -> torch.Tensor:
+    """What this rank holds of a DTensor, detached."""
     local: Any = dtensor.detach().to_local()
     # An unfinished collective is a tensor class of its own.
     plain: torch.Tensor = local.wait() if hasattr(local, "wait") else local

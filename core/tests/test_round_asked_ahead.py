@@ -1,0 +1,264 @@
+"""A round that the engine is asked for before the trainer has looked at its weights."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from vllm_wt.deadline import Deadline
+from vllm_wt.errors import Aborted, ManifestMismatch, PeerDead, Timeout, WeightTransferError
+from vllm_wt.round import State
+from vllm_wt.session import EngineStatus
+from vllm_wt.source import StateDictSource
+from vllm_wt.sources.tensors import _Look
+
+from .conftest import DictLoader
+from .support.engines import RoundEngine, assert_equal, connecting
+
+
+class AheadEngine(RoundEngine):
+    """One that takes a round in one call, on a thread of its own."""
+
+    def __init__(self, transport_cls, loader) -> None:
+        super().__init__(transport_cls, loader)
+        self._thread = ThreadPoolExecutor(1)
+        self.infos = []
+        self.refuses = False
+
+    def ask_round(self, update_info, weight_version):
+        if self.refuses:
+            return None
+        self.infos.append(update_info)
+        return self._thread.submit(self.run_round, update_info, weight_version).result
+
+
+@pytest.fixture
+def connect(monkeypatch, mapping_cls):
+    with connecting(monkeypatch, mapping_cls) as connect:
+        yield connect
+
+
+class BatchLoader(DictLoader):
+    """One that can be loaded at once, too."""
+
+    def apply_batch(self, number, weights):
+        self.apply(weights)
+
+
+@pytest.fixture
+def loader():
+    return BatchLoader()
+
+
+@pytest.fixture
+def engine(mapping_cls, loader):
+    engine = AheadEngine(mapping_cls, loader)
+    yield engine
+    engine.engine.shutdown()
+
+
+class Watched(StateDictSource):
+    """What happens while the engine has been asked and the trainer has not looked yet."""
+
+    before_look = None
+
+    def is_same(self):
+        before, self.before_look = self.before_look, None
+        if before is not None:
+            before()
+        return super().is_same()
+
+    def _look(self):
+        values = list(self._state.values())
+        return _Look(list(self._state), values, values)
+
+
+@pytest.fixture
+def state():
+    return {"a": torch.arange(12.0), "b": torch.ones(3)}
+
+
+@pytest.fixture
+def source(state):
+    return Watched(state)
+
+
+@pytest.fixture(params=["bytes", "digest"])
+def verify(request):
+    return request.param
+
+
+@pytest.fixture(params=["auto", "none"])
+def sync(request, connect, engine, source, state, verify):
+    """A session that has pushed version 1, and found nothing to have moved."""
+    sync = connect(engine, source, verify=verify, staging=request.param)
+    sync.push(0)
+    sync.push(1)
+    engine.calls.clear()
+    engine.infos.clear()
+    state["a"].add_(1)
+    return sync
+
+
+def held(engine, version, *, torn=False):
+    return [EngineStatus("engine0", version, torn)]
+
+
+def test_not_before_a_push_has_found_nothing_to_have_moved(connect, engine, source):
+    sync = connect(engine, source)
+    for version in (1, 2):
+        sync.push(version)
+    assert engine.infos == []
+
+
+def test_not_of_a_source_that_cannot_tell(connect, engine, loader, state):
+    class Other(StateDictSource):
+        """One that may go by something else."""
+
+    sync = connect(engine, Other(state))
+    for version in (1, 2, 3):
+        state["a"].add_(1)
+        sync.push(version)
+        assert_equal(loader.weights, state)
+    assert engine.infos == []
+
+
+def test_each_push_after_that_is(sync, engine, loader, state):
+    for version in (2, 3, 4):
+        state["b"].mul_(2)
+        result = sync.push(version)
+        assert_equal(loader.weights, state)
+        assert result.version == version
+    assert [(info["op"], info["ahead"], info["version"]) for info in engine.infos] == [
+        ("all", True, version) for version in (2, 3, 4)
+    ]
+    assert engine.calls == ["round"] * 3
+    assert sync.status() == held(engine, 4)
+
+
+def test_the_engine_waits_for_what_is_published(sync, engine, loader, source, state):
+    """What is written between the call and the trainer's look is part of the version."""
+    old = {name: tensor.clone() for name, tensor in loader.weights.items()}
+
+    def write():
+        while "round" not in engine.calls:
+            threading.Event().wait(0.001)
+        assert_equal(loader.weights, old)
+        state["a"].fill_(7)
+
+    source.before_look = write
+    sync.push(2)
+    assert_equal(loader.weights, state)
+    assert loader.weights["a"].eq(7).all()
+
+
+def test_memory_that_has_moved_is_asked_for_again(sync, engine, loader, state):
+    for version in (2, 3):
+        state["a"] = torch.full((12,), float(version))
+        sync.push(version)
+        assert_equal(loader.weights, state)
+        assert sync.status() == held(engine, version)
+    assert engine.calls.count("round") == 3  # after the first it was not asked ahead
+    assert [info["handle"] for info in engine.infos] == [None]
+
+
+def test_what_cannot_be_told_this_once_is_asked_for_again(sync, engine, loader, source, state):
+    """Nothing has moved, so that only the trainer's word ends the first call."""
+    look = source._look
+    source._look = lambda: None
+    sync.push(2)
+    source._look = look
+    assert_equal(loader.weights, state)
+    assert engine.calls.count("round") == 2
+    assert sync.status() == held(engine, 2)
+
+
+def test_a_source_that_fails_leaves_the_old_weights(sync, engine, loader, source, state):
+    old = {name: tensor.clone() for name, tensor in loader.weights.items()}
+
+    def fail():
+        raise ZeroDivisionError("in the source")
+
+    source.before_look = fail
+    with pytest.raises(WeightTransferError, match="in the source"):
+        sync.push(2)
+    assert engine.calls[0] == "round"
+    assert_equal(loader.weights, old)
+    assert sync.status() == held(engine, 1)
+    sync.push(2)
+    assert_equal(loader.weights, state)
+    assert sync.status() == held(engine, 2)
+
+
+def test_other_weights_than_announced_leave_the_old_ones(sync, engine, loader, state):
+    old = {name: tensor.clone() for name, tensor in loader.weights.items()}
+    state["b"] = torch.ones(4)
+    with pytest.raises(ManifestMismatch):
+        sync.push(2)
+    assert_equal(loader.weights, old)
+    assert sync.status() == held(engine, 1)
+    state["b"] = torch.ones(3)
+    sync.push(2)
+    assert_equal(loader.weights, state)
+
+
+def test_a_trainer_that_is_stopped_before_it_looks(sync, engine, loader, source):
+    """The engine is on its own: it gives up at the deadline, with its old weights."""
+    old = {name: tensor.clone() for name, tensor in loader.weights.items()}
+
+    def stop():
+        engine._thread.submit(lambda: None).result()  # it is done with the round
+        assert engine.round.state is State.IDLE
+        assert_equal(loader.weights, old)
+
+    source.before_look = stop
+    with pytest.raises(Timeout):
+        sync.push(2, deadline_s=0.3)
+    assert_equal(loader.weights, old)
+    sync.push(3)
+    assert sync.status() == held(engine, 3)
+
+
+def test_an_engine_that_cannot_after_all(sync, engine, loader, state):
+    engine.refuses = True
+    sync.push(2)
+    assert_equal(loader.weights, state)
+    assert engine.calls == ["round"]
+    assert engine.infos == []
+    engine.refuses = False
+    sync.push(3)
+    assert len(engine.infos) == 1
+
+
+def test_an_engine_that_has_died_when_it_is_asked(sync, engine, loader, state):
+    ask = engine.ask_round
+
+    def dead(info, version):
+        raise PeerDead("gone")
+
+    engine.ask_round = dead
+    with pytest.raises(PeerDead):
+        sync.push(2)
+    engine.ask_round = ask
+    sync.push(2)
+    assert_equal(loader.weights, state)
+    assert sync.status() == held(engine, 2)
+
+
+def test_a_round_that_was_left_open_is_ended_first(sync, engine, loader, state):
+    engine.round.start()
+    sync.push(2)
+    assert_equal(loader.weights, state)
+    assert engine.calls == ["round", "abort", "round"]
+    assert sync.status() == held(engine, 2)
+
+
+def test_what_is_handed_over_in_chunks_is_not(sync, engine):
+    """`begin` comes long before `end`: no engine is kept waiting for it."""
+    delivery = sync._new(2, Deadline(30), True).delivery
+    delivery.begin()
+    assert engine.infos == []
+    delivery.give_up(Aborted("the test"))
