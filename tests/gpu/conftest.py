@@ -43,14 +43,22 @@ class Served:
         folder: For the socket, ``engine.sock``.
         checkpoint: What it loads.
         dtype: Its dtype.
+        backend: By which it gets weights.
         overrides: Further arguments of ``LLM``.
     """
 
-    def __init__(self, folder: Path, checkpoint: Path, dtype: str, **overrides: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Path,
+        dtype: str,
+        backend: str = "rdma",
+        **overrides: Any,
+    ) -> None:
         from vllm_wt.testing.engines import start_llm
 
         self.folder = folder
-        self.llm = start_llm(checkpoint, dtype, "rdma", **overrides)
+        self.llm = start_llm(checkpoint, dtype, backend, **overrides)
         self._lock = threading.RLock()  # an LLM takes one call at a time
         client = LocalClient(self.llm)
         methods = {name: self._guarded(m) for name, m in engine_methods(client).items()}
@@ -112,10 +120,18 @@ class Engine(Served):
         folder: For the socket and for checkpoints.
         setting: How it runs.
         checkpoint: What it loads; random weights by default.
+        backend: By which it gets weights.
     """
 
-    def __init__(self, folder: Path, setting: Setting, checkpoint: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        setting: Setting,
+        checkpoint: Path | None = None,
+        backend: str = "rdma",
+    ) -> None:
         self.setting = setting
+        self.backend = backend
         # The vocabulary is padded; bfloat16 has a tied head too.
         tied = setting.dtype == "bfloat16"
         self.shape = ModelShape(hidden=256, layers=4, vocab=2000, tied=tied, dtype=setting.dtype)
@@ -127,6 +143,7 @@ class Engine(Served):
             folder,
             checkpoint,
             setting.dtype,
+            backend,
             enforce_eager=not setting.graphs,
             max_num_seqs=8,
             worker_extension_cls="wt_faults.FaultExtension",
@@ -160,9 +177,14 @@ SETTINGS = [Setting("float32", graphs=False), Setting("float32", True), Setting(
 def shared_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    engine = Engine(tmp_path_factory.mktemp("engine"), request.param)
-    yield engine
-    engine.close()
+    """By the module's ``BACKEND``, with its ``ENVIRONMENT``."""
+    backend = getattr(request.module, "BACKEND", "rdma")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in getattr(request.module, "ENVIRONMENT", {}).items():
+            patch.setenv(name, value)
+        engine = Engine(tmp_path_factory.mktemp("engine"), request.param, backend=backend)
+        yield engine
+        engine.close()
 
 
 @pytest.fixture
@@ -177,7 +199,7 @@ def fresh(engine: Engine, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
     started: list[Engine] = []
 
     def start(checkpoint: str) -> Engine:
-        started.append(Engine(tmp_path, engine.setting, Path(checkpoint)))
+        started.append(Engine(tmp_path, engine.setting, Path(checkpoint), engine.backend))
         return started[-1]
 
     yield start

@@ -6,6 +6,7 @@ input: the list of :func:`main`'s arguments, answered by the number of the new p
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -59,6 +60,10 @@ class Trainer:
         self._sync = WeightSync.connect(
             engines, backend=backend, source=self._model, deadline_s=deadline_s, **(options or {})
         )
+
+    def set_environment(self, name: str, value: str) -> None:
+        """For what reads it later."""
+        os.environ[name] = value
 
     def hold(self, bucket: int, flag: str) -> None:
         """Of the backend `nccl`: the next push makes this file and does not send this bucket, as long
@@ -123,6 +128,7 @@ def main(folder: str, name: str, shape: dict[str, Any], device: str) -> None:
             "push",
             "torn",
             "resources",
+            "set_environment",
             "registrations",
             "quit",
         )

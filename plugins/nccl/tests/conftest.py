@@ -20,11 +20,20 @@ _SCRIPT = Path(__file__).with_name("peer_process.py")
 
 
 class PeerProcess:
-    """The test's end of a peer."""
+    """The test's end of a peer.
 
-    def __init__(self) -> None:
+    Args:
+        device: Of its buffers.
+        environment: What it has beyond this process's.
+    """
+
+    def __init__(self, device: str = "cpu", **environment: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(_SCRIPT), device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
         )
 
     def begin(self, method: str, *arguments: Any) -> None:
@@ -70,12 +79,12 @@ class PeerProcess:
 
 
 @pytest.fixture
-def peer() -> Iterator[Callable[[], PeerProcess]]:
+def peer() -> Iterator[Callable[..., PeerProcess]]:
     """Makes peers, which end with the test."""
     made: list[PeerProcess] = []
 
-    def make() -> PeerProcess:
-        made.append(PeerProcess())
+    def make(device: str = "cpu", **environment: str) -> PeerProcess:
+        made.append(PeerProcess(device, **environment))
         return made[-1]
 
     yield make

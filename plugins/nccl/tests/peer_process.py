@@ -10,7 +10,7 @@ import torch
 
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import WeightTransferError
-from vllm_wt_nccl.gloo import GlooCommunicator
+from vllm_wt_nccl.fabrics import opened
 from vllm_wt_nccl.rendezvous import Rendezvous
 
 HOST = "127.0.0.1"
@@ -18,7 +18,14 @@ SESSION = "session"
 
 
 class Peer:
-    """A side of a rendezvous, and a rank of a communicator."""
+    """A side of a rendezvous, and a rank of a communicator.
+
+    Args:
+        device: Of its buffers.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
 
     def host(self) -> int:
         self._rendezvous = Rendezvous.host(SESSION, HOST, 0, Deadline(30))
@@ -30,14 +37,18 @@ class Peer:
     def put(self, key: str, value: str) -> None:
         self._rendezvous.put(key, value, Deadline(30))
 
-    def meet(self, rank: int, size: int, seconds: float) -> None:
-        store = self._rendezvous.apart("group", Deadline(30))
-        self._communicator = GlooCommunicator(store, rank, size, HOST, seconds)
+    def meet(self, rank: int, size: int, seconds: float, group: str = "group") -> None:
+        store = self._rendezvous.apart(group, Deadline(30))
+        self._communicator = opened(store, rank, size, HOST, self._device, seconds)
 
-    def start(self, nbytes: int, value: int, seconds: float) -> None:
+    def delay(self) -> None:
+        """What is queued on the GPU next waits for about a tenth of a second."""
+        torch.cuda._sleep(200_000_000)
+
+    def start(self, nbytes: int, value: int, seconds: float, root: int = 0) -> None:
         """A broadcast, of this rank's part in it."""
-        self._buffer = torch.full((nbytes,), value, dtype=torch.uint8)
-        self._broadcast = self._communicator.broadcast(self._buffer, seconds)
+        self._buffer = torch.full((nbytes,), value, dtype=torch.uint8, device=self._device)
+        self._broadcast = self._communicator.broadcast(self._buffer, seconds, root)
 
     def finish(self, seconds: float) -> list[int]:
         """Wait for it; the least and the largest byte that have come."""
@@ -51,7 +62,7 @@ class Peer:
 
 
 def main() -> None:
-    peer = Peer()
+    peer = Peer(sys.argv[1])
     for line in sys.stdin:
         method, arguments = json.loads(line)
         answer: dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +14,18 @@ import torch
 from vllm_wt.clients import hosts_of
 from vllm_wt.clients.http import HttpClient
 from vllm_wt.deadline import Deadline
+from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import Aborted, InvalidInfo, ManifestMismatch, Timeout, WrongOrder
+from vllm_wt.loading.plan import LoadPlan
+from vllm_wt.manifest import Manifest, TensorMeta
 from vllm_wt.source import StateDictSource
 from vllm_wt.spec import Capability, Kind
 from vllm_wt_nccl import plugin
 from vllm_wt_nccl import trainer as trainer_module
+from vllm_wt_nccl.bucketing import default_nbytes
 from vllm_wt_nccl.info import NcclInitInfo
 from vllm_wt_nccl.trainer import NcclTrainer
+from vllm_wt_nccl.worker import NcclEngine
 
 
 def _trainer(**options: Any) -> NcclTrainer:
@@ -44,10 +50,35 @@ def test_importing_the_plugin_is_light() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "device", "expected"),
+    [
+        (1 << 30, "cpu", 4 << 20),
+        (1000, "cuda", 8 << 20),
+        (1 << 30, "cuda", 44_740_608),  # a 24th, in whole blocks
+        (1 << 40, "cuda", 256 << 20),
+    ],
+)
+def test_size_of_a_bucket(nbytes: int, device: str, expected: int) -> None:
+    manifest = Manifest((TensorMeta("w", "uint8", (nbytes,)),))
+    assert default_nbytes(manifest, torch.device(device)) == expected
+
+
+def test_a_trainer_with_another_kind_of_memory_is_refused() -> None:
+    info = _described(_trainer())
+    engine = NcclEngine(WorkerContext(backend="nccl", device=torch.device("cpu"), rank=0, size=1))
+    plan = LoadPlan.of_whole(info.manifest(), "no model")
+    engine.plan_receive(plan, info)
+    with pytest.raises(InvalidInfo, match="another kind of memory") as caught:
+        engine.plan_receive(plan, replace(info, device="cuda"))
+    assert (caught.value.expected, caught.value.got) == ("cpu", "cuda")
+
+
 def test_the_spec_leads_to_the_engines() -> None:
     spec = plugin.vllm_wt_backend()
     assert (spec.name, spec.kind) == ("nccl", Kind.ENGINE)
-    assert {Capability.CPU, Capability.MULTI_HOST, Capability.MANY_READERS} == spec.capabilities
+    expected = {Capability.CPU, Capability.CUDA, Capability.MULTI_HOST, Capability.MANY_READERS}
+    assert expected == spec.capabilities
     for path in (spec.worker, spec.trainer, spec.baseline):
         assert path is not None
         module, name = path.split(":")

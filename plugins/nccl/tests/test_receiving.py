@@ -25,6 +25,7 @@ from vllm_wt.pull.ring import Filling, Ring
 from vllm_wt.source import StateDictSource
 from vllm_wt_nccl.bucketing import bucketing
 from vllm_wt_nccl.receiving import Receiving, arena_nbytes, is_whole
+from vllm_wt_nccl.schedule import Schedule
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -48,6 +49,7 @@ class _Sent:
     def __init__(self, tensors: Tensors, bucket_nbytes: int, verify: Verify) -> None:
         self.manifest = Manifest(tuple(meta_of(n, t) for n, t in tensors.items()))
         self.buckets = bucketing(self.manifest, bucket_nbytes, verify, CPU)
+        self.schedule = Schedule.of_one(self.buckets)
         self.buffers: list[torch.Tensor] = []
         self.taken = 0
         ring = Ring(self.buckets, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
@@ -73,7 +75,7 @@ class _Sent:
         pouring.prepare(ring)
         pouring.pour(filling)
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float) -> _Sent:
+    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> _Sent:
         buffer.copy_(self.buffers[self.taken])
         self.taken += 1
         return self
@@ -116,8 +118,8 @@ def _receive(
     sent: _Sent, reception: Reception, watch: Any = lambda: None, seconds: float = 30
 ) -> tuple[list[list[str]], Tensors]:
     """The names of each call, and all tensors as they were then."""
-    arena = torch.full((arena_nbytes(reception, sent.buckets),), 0xAA, dtype=torch.uint8)
-    receiving = Receiving(sent.buckets, reception, arena, CPU)
+    arena = torch.full((arena_nbytes(reception, sent.schedule),), 0xAA, dtype=torch.uint8)
+    receiving = Receiving(sent.schedule, reception, arena, CPU)
     calls: list[list[str]] = []
     found: Tensors = {}
 
@@ -145,7 +147,7 @@ def test_everything_comes_where_it_stays(bucket: int, verify: Verify) -> None:
     tensors = _tensors()
     sent = _Sent(tensors, bucket, verify)
     reception = _reception(LoadPlan.of_whole(sent.manifest, "a test"), "device", 0)
-    assert is_whole(reception, sent.buckets)
+    assert is_whole(reception, sent.schedule)
     calls, found = _receive(sent, reception)
     assert calls == [list(tensors)]
     for name, tensor in tensors.items():
@@ -165,7 +167,7 @@ def test_what_is_needed_is_kept(
     tensors = _tensors()
     sent = _Sent(tensors, bucket, "digest")
     reception = _reception(_plan(tensors), "none" if streamed else "device", gap)
-    assert not is_whole(reception, sent.buckets)
+    assert not is_whole(reception, sent.schedule)
     calls, found = _receive(sent, reception)
     expected = _expected(reception, tensors)
     assert "b.weight" not in expected
@@ -221,9 +223,9 @@ def test_a_failure_elsewhere_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_but_empty_tensors() -> None:
     tensors = {"empty": torch.zeros(0, 7)}
     manifest = Manifest(tuple(meta_of(n, t) for n, t in tensors.items()))
-    buckets = bucketing(manifest, BLOCK, "digest", CPU)
+    schedule = Schedule.of_one(bucketing(manifest, BLOCK, "digest", CPU))
     reception = _reception(LoadPlan.of_whole(manifest, "a test"), "device", 0)
-    receiving = Receiving(buckets, reception, torch.zeros(1, dtype=torch.uint8), CPU)
+    receiving = Receiving(schedule, reception, torch.zeros(1, dtype=torch.uint8), CPU)
     given: list[Any] = []
     receiving.run(None, given.extend, Deadline(30), lambda: None)
     assert [(name, tuple(tensor.shape)) for name, tensor in given] == [("empty", (0, 7))]

@@ -17,7 +17,7 @@ _S = timedelta(seconds=120)
 
 
 class RawBroadcast:
-    """A bare process group of two that broadcasts one buffer at a time.
+    """Bare broadcasts of one buffer at a time between two processes: NCCL's on CUDA, else gloo's.
 
     Args:
         name: Not used.
@@ -25,6 +25,7 @@ class RawBroadcast:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
+        self._device = device
         self._store: Any = None
         self._group: Any = None
         self._rounds = 0
@@ -57,14 +58,39 @@ class RawBroadcast:
         self._broadcast()
 
     def _made(self, rank: int) -> Any:
+        made = _Nccl if self._device.type == "cuda" else _Gloo
+        return made(self._store, rank, self._device)
+
+    def _broadcast(self) -> None:
+        self._rounds += 1
+        self._group.broadcast(self._buffer)
+
+
+class _Gloo:
+    def __init__(self, store: Any, rank: int, device: torch.device) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=_HOST)]
         options._timeout = _S
-        return gloo(self._store, rank, 2, options)
+        self._group = gloo(store, rank, 2, options)
 
-    def _broadcast(self) -> None:
-        self._rounds += 1
+    def broadcast(self, buffer: torch.Tensor) -> None:
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([self._buffer], options).wait()
+        self._group.broadcast([buffer], options).wait()
+
+
+class _Nccl:
+    def __init__(self, store: Any, rank: int, device: torch.device) -> None:
+        import nccl.core as nccl
+
+        torch.cuda.set_device(device.index or 0)
+        if rank == 0:
+            store.set("id", nccl.get_unique_id().as_bytes.hex())
+        made = nccl.UniqueId.from_bytes(bytes.fromhex(store.get("id").decode()))
+        self._communicator = nccl.Communicator.init(2, rank, made)
+        self._stream: Any = torch.cuda.current_stream()
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        self._communicator.broadcast(buffer, buffer, 0, stream=self._stream.cuda_stream)
+        self._stream.synchronize()

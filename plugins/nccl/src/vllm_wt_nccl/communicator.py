@@ -24,15 +24,16 @@ class Broadcast(Protocol):
 
 
 class Communicator(Protocol):
-    """The trainer, rank 0, and the workers of all its engines."""
+    """The trainer, rank 0 and maybe the next ones, and the workers of all its engines."""
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float) -> Broadcast:
-        """Start to send the trainer's buffer to all workers'. All ranks call it in the same order.
+    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> Broadcast:
+        """Start to send one rank's buffer to all others'. All ranks call it in the same order.
 
         Args:
             buffer: Contiguous, uint8, of the same size on all ranks. It belongs to the broadcast until
                 that is done; what was queued on it before, on the current stream, is waited for.
             seconds: After these the fabric gives it up by itself.
+            root: Whose buffer is sent.
         """
 
     def close(self) -> bool:

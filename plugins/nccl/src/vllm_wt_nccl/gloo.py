@@ -52,7 +52,7 @@ class GlooCommunicator:
 
     Args:
         store: By which the ranks find each other; new for each communicator.
-        rank: 0 is the trainer.
+        rank: Of this side.
         size: All ranks.
         address: Of this host, by which the others reach it.
         seconds: For making it.
@@ -76,9 +76,9 @@ class GlooCommunicator:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._started: list[GlooBroadcast] = []
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float) -> GlooBroadcast:
+    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> GlooBroadcast:
         options: Any = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank, options.rootTensor = root, 0
         options.timeout = timedelta(seconds=max(_LEAST_S, seconds))
         self._started = [each for each in self._started if not each.is_over]
         try:

@@ -17,7 +17,7 @@ from vllm_wt.caller import Caller
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import CorruptTransfer, WeightTransferError, from_facts
 from vllm_wt_nccl.communicator import Communicator
-from vllm_wt_nccl.gloo import GlooCommunicator
+from vllm_wt_nccl.fabrics import opened
 from vllm_wt_nccl.info import Call
 from vllm_wt_nccl.rendezvous import Rendezvous, bounded
 
@@ -146,25 +146,27 @@ def made(
     address: str,
     device: torch.device,
     deadline: Deadline,
+    sender: int = 0,
 ) -> Communicator:
     """The communicator of a call, with all its members; each makes it at the same time.
 
     Args:
         rendezvous: Where they meet.
         call: Of the trainer.
-        rank: Of this side, 0 for the trainer.
+        rank: Of this side, 0 for the trainer's.
         address: Of this host, by which the others reach it.
         device: Of the buffers.
         deadline: Of the round.
+        sender: The trainer's rank whose communicator it is.
 
     Raises:
         WeightTransferError: A member has not come in time, or cannot be reached.
     """
-    store = rendezvous.apart(f"group/{call.group}", deadline)
+    store = rendezvous.apart(f"group/{call.group}/{sender}", deadline)
     size = 1 + len(call.members)
     communicator: Communicator = bounded(
         Caller("vllm-wt-communicator"),
-        lambda: GlooCommunicator(store, rank, size, address, deadline.remaining()),
+        lambda: opened(store, rank, size, address, device, deadline.remaining()),
         deadline,
         "Not all members have come to the communicator in time",
         where=f"rank {rank} of {size}, {device}",

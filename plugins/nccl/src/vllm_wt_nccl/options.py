@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from vllm_wt.clients.limits import shown
 from vllm_wt.errors import InvalidInfo
+from vllm_wt_nccl.cutting import Senders
 
 
 def require_address(value: Any) -> str | None:
@@ -29,6 +30,17 @@ def require_port(value: Any) -> int:
     if not (whole and 0 <= value < 1 << 16):
         raise _wrong("port", value, "a port, or 0 for any that is free")
     return int(value)
+
+
+def require_senders(value: Any) -> Senders | None:
+    """Which ranks send, or None for those that can.
+
+    Raises:
+        InvalidInfo: It is neither.
+    """
+    if value is None or (isinstance(value, str) and value in get_args(Senders)):
+        return value  # type: ignore[return-value]
+    raise _wrong("senders", value, " or ".join(map(repr, get_args(Senders))))
 
 
 def _wrong(name: str, value: Any, expected: str) -> InvalidInfo:

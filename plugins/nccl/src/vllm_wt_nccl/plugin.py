@@ -14,12 +14,15 @@ def vllm_wt_backend() -> BackendSpec:
         kind=Kind.ENGINE,
         worker="vllm_wt_nccl.worker:NcclEngine",
         trainer="vllm_wt_nccl.trainer:NcclTrainer",
+        native="vllm_wt_nccl.native:NCCLWeightTransferEngine",
         baseline="vllm_wt_nccl.baseline:RawBroadcast",
-        capabilities=frozenset({Capability.CPU, Capability.MULTI_HOST, Capability.MANY_READERS}),
+        capabilities=frozenset(
+            {Capability.CPU, Capability.CUDA, Capability.MULTI_HOST, Capability.MANY_READERS}
+        ),
         unsupported={
             Capability.ZERO_COPY: "what is sent is packed into buckets first",
-            Capability.MANY_OWNERS: "one rank of the trainer sends",
+            Capability.MANY_OWNERS: "ranks of a trainer that send are one trainer to a worker",
         },
-        summary="packed broadcasts from a trainer to all workers at once: gloo between CPUs",
+        summary="packed broadcasts to all workers at once: NCCL between GPUs, gloo between CPUs",
         contract=1,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,9 @@ from vllm_wt.loading.apply import Kept
 from vllm_wt.loading.reception import Reception
 from vllm_wt.manifest import Manifest
 from vllm_wt.packing import Copies, Layout, as_bytes, view_as
-from vllm_wt.pull.exposure import WORD, Exposure
+from vllm_wt.pull.exposure import WORD
 from vllm_wt_nccl.communicator import Broadcast, Communicator
+from vllm_wt_nccl.schedule import Schedule
 
 _LOOK_S = 0.02
 """Seconds between two looks at whether the round has been given up, or has failed elsewhere."""
@@ -38,36 +40,61 @@ class _Bucket:
     slot: torch.Tensor
     digests: torch.Tensor | None
     made: Digests | None
-    steps: list[Copies | Kept] = field(default_factory=list)
+    steps: list[Copies | Kept | Callable[[], None]] = field(default_factory=list)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return [self.slot, *([] if self.digests is None else [as_bytes(self.digests)])]
 
 
+class _Late:
+    """Copies out of a bucket that can be done only when its buffer has another one.
+
+    Args:
+        slot: The buffer.
+        pairs: To, and from: views of it.
+    """
+
+    def __init__(self, slot: torch.Tensor, pairs: Pairs) -> None:
+        self._slot = slot
+        first = slot.storage_offset()
+        self._places = [
+            (to, source.storage_offset() - first, source.numel()) for to, source in pairs
+        ]
+        self._kept: torch.Tensor | None = None
+
+    def keep(self) -> None:
+        self._kept = self._slot.clone()
+
+    def copy(self) -> None:
+        kept, self._kept = self._kept, None
+        assert kept is not None
+        Copies((to, kept[at : at + count]) for to, at, count in self._places).run()
+
+
 class Receiving:
     """Prepared once, walked in each round.
 
     Args:
-        buckets: How the trainer sends.
+        schedule: How the trainer's ranks send.
         reception: What this worker needs of it.
         arena: Uint8, of `arena_nbytes` at least.
         device: Where buckets come.
     """
 
     def __init__(
-        self, buckets: Exposure, reception: Reception, arena: torch.Tensor, device: torch.device
+        self, schedule: Schedule, reception: Reception, arena: torch.Tensor, device: torch.device
     ) -> None:
-        self._exposure = buckets
+        self._schedule = schedule
         self._arena = arena
-        count = buckets.slots_used
-        whole = is_whole(reception, buckets)
-        self._slots = [] if whole else zeros(count, buckets.slot_nbytes, device)
-        self._digests = zeros(count, buckets.slot_nbytes // BLOCK * WORD, device)
+        count = schedule.slots_used
+        whole = is_whole(reception, schedule)
+        self._slots = [] if whole else zeros(count, schedule.slot_nbytes, device)
+        self._digests = zeros(count, schedule.slot_nbytes // BLOCK * WORD, device)
         self._made = torch.zeros(
-            max(1, buckets.slot_nbytes // BLOCK), dtype=torch.int64, device=device
+            max(1, schedule.slot_nbytes // BLOCK), dtype=torch.int64, device=device
         )
-        self._buckets = [self._bucket(number) for number in range(buckets.count)]
+        self._buckets = [self._bucket(number) for number in range(schedule.count)]
         self._empty: list[Kept] = []
         """What is complete before anything has come."""
         if whole:
@@ -103,11 +130,11 @@ class Receiving:
 
         def start(number: int) -> None:
             if communicator is not None and number < len(self._buckets):
-                seconds = deadline.remaining()
+                seconds, root = deadline.remaining(), self._schedule.turns[number].sender
                 buffers = self._buckets[number].buffers
-                coming.append([communicator.broadcast(each, seconds) for each in buffers])
+                coming.append([communicator.broadcast(each, seconds, root) for each in buffers])
 
-        for number in range(self._exposure.slots_used):
+        for number in range(self._schedule.slots_used):
             start(number)
         for weights in self._empty:
             load_weights(weights)
@@ -118,9 +145,11 @@ class Receiving:
             for step in bucket.steps:
                 if isinstance(step, Copies):
                     step.run()
-                else:
+                elif isinstance(step, Kept):
                     load_weights(step)
-            start(number + self._exposure.slots_used)
+                else:
+                    step()
+            start(number + self._schedule.slots_used)
 
     def _await(
         self,
@@ -147,37 +176,29 @@ class Receiving:
             return
         block = int((made != bucket.digests).nonzero()[0])
         raise CorruptTransfer(
-            f"Tensor {self._tensor_at(number, block)!r} did not arrive as the trainer has it",
+            f"Tensor {self._schedule.name_at(number, block)!r} did not arrive as the trainer has it",
             where="verify",
             expected=f"digest {int(bucket.digests[block]) % 2**64:016x} of block {block}",
             got=f"digest {int(made[block]) % 2**64:016x}",
             cure="push again; if it stays, look for a broken fabric",
         )
 
-    def _tensor_at(self, number: int, block: int) -> str:
-        assert self._exposure.buckets is not None
-        at = number * self._exposure.bucket_nbytes + block * BLOCK
-        found = ""
-        for slot in self._exposure.buckets.layout.slots:
-            if slot.offset > at:
-                break
-            found = slot.tensor.name
-        return found
-
     def _bucket(self, number: int) -> _Bucket:
-        turn = number % self._exposure.slots_used
-        _, count = self._exposure.digests_of(number)
+        turn = number % self._schedule.slots_used
+        count = self._schedule.blocks(number)
         if self._slots:
             slot = self._slots[turn][: count * BLOCK]
         else:
-            slot = self._arena.narrow(0, number * self._exposure.bucket_nbytes, count * BLOCK)
-        if not self._exposure.digested:
+            (stream,) = self._schedule.streams
+            slot = self._arena.narrow(0, number * stream.bucket_nbytes, count * BLOCK)
+        if not self._schedule.digested:
             return _Bucket(slot, None, None)
         return _Bucket(slot, self._digests[turn].view(torch.int64)[:count], Digests([slot]))
 
     def _take_in_place(self, reception: Reception) -> None:
         """All buckets have come into the arena, one behind the other, and stay there."""
-        buckets = self._exposure.buckets
+        (stream,) = self._schedule.streams
+        buckets = stream.buckets
         views = {} if buckets is None else dict(buckets.layout.views(self._arena))
         for tensor in reception.slices.plan.manifest.tensors:
             if not tensor.nbytes:
@@ -197,10 +218,19 @@ class Receiving:
                 for bucket, pair in self._pieces(reception, slot.tensor.name, place):
                     pairs.setdefault(bucket, []).append(pair)
             for bucket, each in pairs.items():
-                self._buckets[bucket].steps.append(Copies(each))
+                if bucket < last:  # of several senders', while the part before still has its place
+                    self._put_off(self._buckets[bucket], self._buckets[last], each)
+                else:
+                    self._buckets[bucket].steps.append(Copies(each))
             last = max([last, *pairs])
             complete = self._empty if last < 0 else self._buckets[last].steps
             complete.append(Kept(layout.views(self._arena)))
+
+    def _put_off(self, bucket: _Bucket, until: _Bucket, pairs: Pairs) -> None:
+        """Keep what has come until the place of it is free, behind the last step of another bucket."""
+        late = _Late(bucket.slot, pairs)
+        bucket.steps.append(late.keep)
+        until.steps.append(late.copy)
 
     def _pieces(
         self, reception: Reception, name: str, place: torch.Tensor
@@ -208,11 +238,13 @@ class Receiving:
         """What of a tensor comes with which bucket: to, and from."""
         if not place.numel():
             return
-        assert self._exposure.buckets is not None
-        pieces = self._exposure.buckets.pieces(name)
+        pieces = self._schedule.pieces(name)
+        starts = [piece.tensor_offset for piece in pieces]
         at = 0
         for offset, nbytes in reception.slices.runs[name]:
-            for piece in pieces:
+            first = bisect_right(starts, offset) - 1
+            last = bisect_left(starts, offset + nbytes)
+            for piece in pieces[first:last]:
                 start = max(offset, piece.tensor_offset)
                 end = min(offset + nbytes, piece.tensor_offset + piece.nbytes)
                 if start < end:
@@ -230,17 +262,19 @@ def layouts(reception: Reception) -> list[Layout]:
     return [Layout(Manifest(tuple(map(tensors.__getitem__, part)))) for part in reception.parts]
 
 
-def is_whole(reception: Reception, buckets: Exposure) -> bool:
-    """Whether all of every tensor is needed, and stays until the commit: it comes where it stays."""
+def is_whole(reception: Reception, schedule: Schedule) -> bool:
+    """Whether all of every tensor is needed from one sender, and stays until the commit: it comes where
+    it stays."""
     needed = reception.slices.plan.manifest.nbytes
     stays = reception.intake.batches is None
-    return stays and needed == buckets.manifest.nbytes
+    return stays and needed == schedule.cuts.manifest.nbytes and len(schedule.streams) == 1
 
 
-def arena_nbytes(reception: Reception, buckets: Exposure) -> int:
+def arena_nbytes(reception: Reception, schedule: Schedule) -> int:
     """Bytes of the arena."""
-    if is_whole(reception, buckets):
-        return max(1, buckets.blocks * BLOCK)
+    if is_whole(reception, schedule):
+        (stream,) = schedule.streams
+        return max(1, stream.blocks * BLOCK)
     return max((layout.nbytes for layout in layouts(reception)), default=1)
 
 

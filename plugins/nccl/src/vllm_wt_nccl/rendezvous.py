@@ -131,6 +131,10 @@ class Rendezvous:
         """Leave something behind what is under a key; as of `get` what is raised."""
         self._call(lambda: self._store.append(key, value), deadline)
 
+    def offer(self, key: str, value: str, deadline: Deadline) -> None:
+        """Leave something under a key unless something is there; as of `get` what is raised."""
+        self._call(lambda: self._store.compare_set(key, "", value), deadline)
+
     def delete(self, key: str, deadline: Deadline) -> None:
         """Forget a key; as of `get` what is raised."""
         self._call(lambda: self._store.delete_key(key), deadline)
@@ -157,6 +161,10 @@ class Rendezvous:
             deadline.wait(seconds)
             seconds = min(2 * seconds, _MOST_S)
         return bytes(self._call(lambda: self._store.get(key), deadline))
+
+    def close(self) -> None:
+        """Let go of the store, and of the port where it is kept here; no other call works then."""
+        self._store = None
 
     def _call(self, function: Callable[[], Any], deadline: Deadline, what: str = _SILENT) -> Any:
         where = f"{self.address}, port {self.port}"
@@ -206,6 +214,8 @@ def _listen(address: str, port: int) -> socket.socket:
         family, kind, proto, _, target = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, proto)
         try:
+            # A trainer that has just ended keeps nobody from its port; one that listens there does.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(target)
             listening.listen()
         except BaseException:

@@ -7,7 +7,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -18,22 +18,25 @@ from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder
 from vllm_wt.info import InitInfo, Op, Staging, UpdateInfo, Verify, seconds_left
 from vllm_wt.options import require_bucket, require_one_of
 from vllm_wt.packing import as_bytes
+from vllm_wt.pull.exposure import Exposure
 from vllm_wt.pull.pouring import Pouring
 from vllm_wt.pull.ring import Filling, Nothing, Ring
 from vllm_wt.source import WeightSource
-from vllm_wt_nccl.bucketing import bucketing
+from vllm_wt_nccl.bucketing import bucketing, default_nbytes
 from vllm_wt_nccl.communicator import Broadcast, Communicator
+from vllm_wt_nccl.cutting import Senders
 from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
 from vllm_wt_nccl.meeting import Keys, made, numbers, tell
-from vllm_wt_nccl.options import require_address, require_port
+from vllm_wt_nccl.options import require_address, require_port, require_senders
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
+
+if TYPE_CHECKING:
+    from vllm_wt_nccl.sharing import SharingTrainer
 
 _LOOK_S = 0.0005
 """Seconds between two looks at how many workers have come."""
 _SENT_S = 0.02
 """Seconds between two looks at whether the round has failed, while a buffer is not free."""
-_BUCKET_NBYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Size of a bucket, unless all weights are less."""
 
 
 class NcclTrainer(TrainerWeightTransferEngine):
@@ -52,6 +55,8 @@ class NcclTrainer(TrainerWeightTransferEngine):
             ``"bytes"`` or ``"off"``: only that every bucket has come.
         staging: Where the workers receive; see `vllm_wt.loading.arena`.
         bucket_nbytes: Most bytes of one broadcast, a multiple of 4096.
+        senders: Which of several ranks send: ``"all"``, or ``"rank0"``. For ``"all"``, each of them
+            connects with ``group``.
         options: Others; none are known.
 
     Raises:
@@ -68,6 +73,7 @@ class NcclTrainer(TrainerWeightTransferEngine):
         verify: Verify = "digest",
         staging: Staging = "auto",
         bucket_nbytes: int | None = None,
+        senders: Senders | None = None,
         **options: Any,
     ) -> None:
         super().__init__(source, backend=backend, **options)
@@ -81,9 +87,13 @@ class NcclTrainer(TrainerWeightTransferEngine):
         self._session = uuid.uuid4().hex
         self._manifest = source.manifest()
         self._device = next((t.device for _, t in source.at_hand()), source.device)
-        self._bucket_nbytes = bucket_nbytes or _BUCKET_NBYTES[self._device.type]
-        self._buckets = bucketing(self._manifest, self._bucket_nbytes, verify, self._device)
-        self._pouring = Pouring(source, self._manifest, self._buckets.packed)
+        self._bucket_nbytes = bucket_nbytes or default_nbytes(self._manifest, self._device)
+        self._is_size_asked = bucket_nbytes is not None
+        self._senders = require_senders(senders)
+        self._sent = source
+        """What this rank sends."""
+        self._buckets = self._own_buckets()
+        self._pouring = self._new_pouring()
         self._ring: Ring | None = None
         self._digests: torch.Tensor | None = None
         self._rendezvous: Rendezvous | None = None
@@ -98,11 +108,18 @@ class NcclTrainer(TrainerWeightTransferEngine):
         """Whether the last publish has come to its end, and its buffers are there."""
         self._ticket = 0
         self._version = 0
+        self._rank = 0
+        """Of the trainer's."""
+
+    @classmethod
+    def of_team(cls) -> type[SharingTrainer]:
+        from vllm_wt_nccl.sharing import SharingTrainer
+
+        return SharingTrainer
 
     def describe(self, deadline: Deadline) -> InitInfo:
-        if self._rendezvous is None:
-            address = self._address or self._way_to_engines()
-            self._rendezvous = Rendezvous.host(self._session, address, self._port, deadline)
+        self._host(deadline)
+        assert self._rendezvous is not None
         return NcclInitInfo(
             session=self._session,
             tensors=InitInfo.tensors_of(self._manifest),
@@ -113,6 +130,7 @@ class NcclTrainer(TrainerWeightTransferEngine):
             bucket_nbytes=self._bucket_nbytes,
             verify=self._verify,
             staging=self._staging,
+            device="cuda" if self._device.type == "cuda" else "cpu",
         )
 
     def publish(self, version: int, deadline: Deadline) -> None:
@@ -138,6 +156,12 @@ class NcclTrainer(TrainerWeightTransferEngine):
     def sender(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> Sender:
         if self._ring is None:
             return Nothing()
+        # Of a worker that has failed core hears from its engine, which `watch` asks.
+        self._call_up(readers, deadline, watch)
+        return self._filling(deadline, watch)
+
+    def _call_up(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
+        """Call all workers, once each of them has said that it takes part."""
         if readers is None:
             raise InvalidInfo(
                 "An engine does not say how many workers it has, all of which must take part",
@@ -146,8 +170,30 @@ class NcclTrainer(TrainerWeightTransferEngine):
                 got="none",
                 cure="give the client a method world_size()",
             )
-        # Of a worker that has failed core hears from its engine, which `watch` asks.
-        communicator = self._joined(readers, Keys(self._ticket), deadline, watch)
+        rendezvous, keys = self._met, Keys(self._ticket)
+        here = 0
+        while here < readers:
+            deadline.check(
+                "Not all workers have come in time",
+                where="rendezvous",
+                got=f"{here} of {readers} workers",
+            )
+            here = rendezvous.add(keys.here, 0, self._deadline)
+            if here < readers:
+                watch()
+                deadline.wait(_LOOK_S)
+        said = rendezvous.get(keys.who, deadline, "The workers have not said who they are", watch)
+        members = tuple(numbers(said))
+        if not self._is_joined or self._call.members != members:
+            self._drop_communicator()
+            self._call = Call(group=self._call.group + 1, members=members)
+        rendezvous.put(keys.call, json.dumps(self._call.to_wire()), deadline)
+
+    def _filling(self, deadline: Deadline, watch: Callable[[], None]) -> Filling:
+        assert self._ring is not None
+        if self._device.type == "cuda":  # what other streams still write must be in what is packed
+            torch.cuda.synchronize(self._device)
+        communicator = self._joined(deadline)
 
         def have_read(bucket: int) -> int:
             return int(self._is_sent(bucket, min(_SENT_S, deadline.remaining())))
@@ -176,10 +222,12 @@ class NcclTrainer(TrainerWeightTransferEngine):
         tell(self._rendezvous, Keys(self._ticket), given_up)
 
     def settle(self) -> None:
-        self._pouring.end()
-        if not all(map(self._is_over, list(self._under_way))):
-            self._drop_communicator()
-        self._under_way.clear()
+        try:
+            self._pouring.end()
+        finally:
+            if not all(map(self._is_over, list(self._under_way))):
+                self._drop_communicator()
+            self._under_way.clear()
 
     def update_info(self, op: Op, deadline: Deadline, *, known: int) -> UpdateInfo:
         if op in {"poll", "seal", "all"}:
@@ -209,7 +257,28 @@ class NcclTrainer(TrainerWeightTransferEngine):
         self._rendezvous = None
         self._ring = self._digests = None
         self._is_ready = False
-        self._pouring = Pouring(self.source, self._manifest, self._buckets.packed)
+        self._pouring = self._new_pouring()
+
+    def _own_buckets(self) -> Exposure:
+        """What this rank sends, in buckets."""
+        if self._senders == "all":
+            raise InvalidInfo(
+                "No other rank of the trainer takes part",
+                where="senders",
+                expected="WeightSync.connect(..., group=process_group) on each rank",
+                got="senders='all' without group",
+                cure="give the group of the trainer's ranks; or leave senders out",
+            )
+        return bucketing(self._manifest, self._bucket_nbytes, self._verify, self._device)
+
+    def _new_pouring(self) -> Pouring:
+        return Pouring(self._sent, self._manifest, self._buckets.packed)
+
+    def _host(self, deadline: Deadline) -> None:
+        """Be met by the workers."""
+        if self._rendezvous is None:
+            address = self._address or self._way_to_engines()
+            self._rendezvous = Rendezvous.host(self._session, address, self._port, deadline)
 
     def _is_steady(self) -> bool:
         """Whether everything is as it was prepared in the last round."""
@@ -237,33 +306,24 @@ class NcclTrainer(TrainerWeightTransferEngine):
                 self._buckets.blocks, dtype=torch.int64, device=self._device
             )
 
-    def _joined(
-        self, readers: int, keys: Keys, deadline: Deadline, watch: Callable[[], None]
-    ) -> Communicator:
-        """The communicator with all workers, each of which has said that it takes part."""
+    @property
+    def _is_joined(self) -> bool:
+        """Whether the communicator of the last call is there."""
+        return self._communicator is not None
+
+    def _joined(self, deadline: Deadline) -> Communicator:
+        """The communicator of the call."""
         rendezvous = self._met
-        here = 0
-        while here < readers:
-            deadline.check(
-                "Not all workers have come in time",
-                where="rendezvous",
-                got=f"{here} of {readers} workers",
-            )
-            here = rendezvous.add(keys.here, 0, self._deadline)
-            if here < readers:
-                watch()
-                deadline.wait(_LOOK_S)
-        said = rendezvous.get(keys.who, deadline, "The workers have not said who they are", watch)
-        members = tuple(numbers(said))
-        if self._communicator is None or self._call.members != members:
-            self._drop_communicator()
-            self._call = Call(group=self._call.group + 1, members=members)
-        rendezvous.put(keys.call, json.dumps(self._call.to_wire()), deadline)
         if self._communicator is None:
             self._communicator = made(
-                rendezvous, self._call, 0, rendezvous.address, self._device, deadline
+                *(rendezvous, self._call, 0, self._reached_by, self._device, deadline, self._rank)
             )
         return self._communicator
+
+    @property
+    def _reached_by(self) -> str:
+        """The address of this host by which workers reach it."""
+        return self._met.address
 
     def _broadcast(self, communicator: Communicator, bucket: int, deadline: Deadline) -> None:
         assert self._ring is not None

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import LoadWeights, WeightTransferEngine, WorkerContext
-from vllm_wt.errors import Aborted, WeightTransferError, WrongOrder
+from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder
 from vllm_wt.loading.arena import Arena
 from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.loading.reception import Reception
 from vllm_wt.loading.slices import sliced
 from vllm_wt.loading.staging import Intake
-from vllm_wt_nccl.bucketing import bucketing
+from vllm_wt_nccl.bucketing import scheduled
 from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
 from vllm_wt_nccl.meeting import WORKERS, Keys, Watch, decoded, made, tell
 from vllm_wt_nccl.receiving import Receiving, arena_nbytes
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
+from vllm_wt_nccl.schedule import Schedule
+from vllm_wt_nccl.senders import SendersCommunicator
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         self._info: NcclInitInfo | None = None
         self._reception: Reception | None = None
         self._receiving: Receiving | None = None
+        self._schedule: Schedule | None = None
         self._needed = 0
         """Bytes of memory that an update needs."""
         self._rendezvous: Rendezvous | None = None
@@ -59,6 +63,7 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         self._given_up: str | None = None
 
     def plan_receive(self, plan: LoadPlan, init_info: NcclInitInfo) -> Intake:
+        self._require_kind(init_info.device)
         slices = sliced(plan, _GAP)
         host = self.context.device.type == "cpu"
         self._planned = Reception.planned(plan, slices, self._arena, init_info.staging, host=host)
@@ -92,7 +97,8 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
             receiving = self._receiving or self._prepare()
             watch = Watch(rendezvous, keys, deadline)
             if receiving.count:
-                self._attend(rendezvous, keys, deadline, watch)
+                assert self._schedule is not None
+                self._attend(rendezvous, keys, deadline, watch, self._schedule.senders)
             receiving.run(self._communicator, load_weights, deadline, watch)
             rendezvous.add(keys.done, 1, deadline)
         except BaseException as error:
@@ -120,6 +126,18 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         self._drop()
         self._reception = self._info = None
 
+    def _require_kind(self, trainers: str) -> None:
+        """Nothing carries broadcasts from one kind of memory to another."""
+        own = self.context.device.type
+        if trainers != own:
+            raise InvalidInfo(
+                "The trainer's weights are in another kind of memory than the engine's",
+                where="device",
+                expected=own,
+                got=trainers,
+                cure=f"connect with the weights on {own}, or use another backend",
+            )
+
     def _join(self, deadline: Deadline) -> Rendezvous:
         """Become known to the trainer."""
         if self._info is None:
@@ -133,15 +151,23 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
     def _prepare(self) -> Receiving:
         if self._info is None or self._reception is None:
             raise WrongOrder("No connection to a trainer", cure="connect first")
-        info, reception = self._info, self._reception
-        buckets = bucketing(info.manifest(), info.bucket_nbytes, info.verify, self.context.device)
-        self._needed = arena_nbytes(reception, buckets)
+        info, reception, device = self._info, self._reception, self.context.device
+        cuts = info.cuts(info.manifest())
+        schedule = self._schedule = scheduled(cuts, info.bucket_nbytes, info.verify, device)
+        self._needed = arena_nbytes(reception, schedule)
         arena = self._arena.take(self._needed, reception.choice.staging)
-        self._receiving = Receiving(buckets, reception, arena, self.context.device)
+        self._receiving = Receiving(schedule, reception, arena, device)
         return self._receiving
 
-    def _attend(self, rendezvous: Rendezvous, keys: Keys, deadline: Deadline, watch: Watch) -> None:
-        """Say that this worker takes part in a round, and join the communicator that it is for."""
+    def _attend(
+        self,
+        rendezvous: Rendezvous,
+        keys: Keys,
+        deadline: Deadline,
+        watch: Watch,
+        senders: Sequence[int],
+    ) -> None:
+        """Say that this worker takes part in a round, and join the communicators that it is for."""
         rendezvous.append(keys.who, f"{self._number} ", deadline)
         rendezvous.add(keys.here, 1, deadline)
         said = rendezvous.get(
@@ -160,14 +186,12 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
                 got=f"workers {list(call.members)}",
                 cure="push again",
             )
-        self._communicator = made(
-            rendezvous,
-            call,
-            1 + call.members.index(self._number),
-            local_address(rendezvous.address),
-            self.context.device,
-            deadline,
-        )
+        rank = 1 + call.members.index(self._number)
+        address, device = local_address(rendezvous.address), self.context.device
+        joined: dict[int, Communicator] = {}
+        self._communicator = SendersCommunicator(joined)  # closed with what it has, if one fails
+        for sender in senders:  # all workers in the same order
+            joined[sender] = made(rendezvous, call, rank, address, device, deadline, sender)
         self._group = call.group
 
     def _tell(self, keys: Keys, error: BaseException) -> None:
