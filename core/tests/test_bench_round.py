@@ -207,9 +207,9 @@ def test_rounds_apart_and_rounds_right_after_each_other() -> None:
         *(("prepare", 1), ("send", 4)),
         *(("prepare", 0), ("send", 5), "check"),
     ]
-    assert done.made == [4, 5]
-    assert len(done.seconds) == len(done.apart) == 2
-    assert min(done.seconds + done.apart) > 0
+    assert done.made == [2, 3]
+    assert len(done.seconds) == len(done.hot) == 2
+    assert min(done.seconds + done.hot) > 0
 
 
 def test_the_speed_of_memory_is_some_number() -> None:

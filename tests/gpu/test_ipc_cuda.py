@@ -298,8 +298,13 @@ def test_B28_each_update_through_one_mapping_is_seen(engine: Engine, where: str)
         trainer = engine.trainer()
         trainer.call("connect")
         trainer.call("randomize", 40, False)
+        trainer.call(
+            "scale", 1.0
+        )  # CUDA loads a kernel when it is first used, and waits for others
     else:
         model = random_model(engine.shape, seed=40).to("cuda")
+        with torch.no_grad():
+            model.get_parameter(SCALED).mul_(1.0)
         sync = WeightSync.connect(engine.llm, backend="ipc", source=model)
     try:
         for version, times in enumerate((1, 2, 3, 1), 1):

@@ -55,6 +55,10 @@ def add_parser(commands: Any) -> None:
     wire = names.add_parser("wire", help="a backend, trainer to worker, against the bare fabric")
     wire.add_argument("--backend", default="rdma", help="default: %(default)s")
     wire.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    wire.add_argument(
+        "--owner-device",
+        help="the trainer's (the same, or the next GPU for a backend that needs one for each side)",
+    )
     wire.add_argument("--megabytes", type=positive, help=f"payload (default: {_sizes(0)})")
     wire.add_argument("--tensors", type=positive, help=f"default: {_sizes(1)}")
     wire.add_argument("--rounds", type=positive, default=9, help="default: %(default)s")
@@ -99,16 +103,20 @@ def _measure_wire(arguments: argparse.Namespace, folder: Path, spec: BackendSpec
     config = {
         "socket": str(folder / "owner.sock"),
         "backend": arguments.backend,
-        "device": arguments.device,
+        "device": arguments.owner_device or _owner_device(spec, arguments.device),
         "nbytes": arguments.megabytes * 1_000_000,
         "tensors": arguments.tensors,
     }
+    environment = dict(os.environ)
+    if config["device"] == arguments.device:  # NCCL takes two ranks on one GPU from two hosts alone
+        environment["NCCL_HOSTID"] = "vllm-wt-bench-owner"
     owner = subprocess.Popen(
         [sys.executable, "-m", "vllm_wt.cli.bench_owner", json.dumps(config)],
         stdout=subprocess.DEVNULL,  # UCX logs there
+        env=environment,
     )
     try:
-        samples, nbytes, checked = _rounds(config, owner, arguments.rounds)
+        samples, nbytes, checked = _rounds(config, arguments.device, owner, arguments.rounds)
     finally:
         owner.kill()
         owner.wait(10)
@@ -135,6 +143,7 @@ def _measure_wire(arguments: argparse.Namespace, folder: Path, spec: BackendSpec
         "details": {
             "backend": arguments.backend,
             "device": arguments.device,
+            "owner_device": config["device"],
             "megabytes": nbytes / 1e6,
             "tensors": arguments.tensors,
             "checked": checked,
@@ -147,6 +156,14 @@ def _measure_wire(arguments: argparse.Namespace, folder: Path, spec: BackendSpec
             **machine(),
         },
     }
+
+
+def _owner_device(spec: BackendSpec, device: str) -> str:
+    import torch
+
+    if spec.kind is Kind.ENGINE and device == "cuda" and torch.cuda.device_count() > 1:
+        return "cuda:1"
+    return device
 
 
 def _sizes(which: int) -> str:
@@ -165,7 +182,7 @@ def _ratio(one: list[float], other: list[float]) -> float:
 
 
 def _rounds(
-    config: dict[str, Any], owner: subprocess.Popen[bytes], rounds: int
+    config: dict[str, Any], reader_device: str, owner: subprocess.Popen[bytes], rounds: int
 ) -> tuple[dict[str, list[float]], int, bool]:
     """Seconds of each side, bytes, and whether what came was right."""
     import torch
@@ -176,7 +193,7 @@ def _rounds(
     from vllm_wt.engine import WeightTransferEngine, WorkerContext
     from vllm_wt.loading.staging import Staging
 
-    backend, device = config["backend"], torch.device(config["device"])
+    backend, device = config["backend"], torch.device(reader_device)
     client = _connect(Path(config["socket"]), owner)
     engines: dict[str, WeightTransferEngine[Any, Any]] = {}
     spec = registry.default().get(backend).spec

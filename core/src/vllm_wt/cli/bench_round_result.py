@@ -82,7 +82,7 @@ def result(measured: Measured, model: str, facts: dict[str, Any]) -> dict[str, A
             "builtin": {
                 mode: {
                     "round_ms": builtin_ms[mode],
-                    "round_apart_ms": _ms(side.apart),
+                    "round_hot_ms": _ms(side.hot),
                     **_memory(side),
                 }
                 for mode, side in measured.builtin.items()
@@ -108,7 +108,7 @@ def _of_setting(
     engines = [asdict(stages) for push in side.pushes for stages in push.engines.values()]
     return {
         "round_ms": round_ms,
-        "round_apart_ms": _ms(side.apart),
+        "round_hot_ms": _ms(side.hot),
         "ratio": ratio,
         "bound": bound,
         "within_bound": ratio is None or bound is None or ratio >= bound,

@@ -32,8 +32,8 @@ class Side:
     """One way to send the weights, measured.
 
     Args:
-        seconds: Of whole rounds, right after each other.
-        apart: Of rounds between which the weights were looked at.
+        seconds: Of whole rounds, between which the weights were looked at.
+        hot: Of rounds right after each other.
         seen: What the engine did and held after the last, by which it has the trainer's content 0.
         memory: Of the worker before and after; see `bench_round_worker.RoundWorker.wt_memory`.
         pushes: What our rounds say of themselves.
@@ -41,7 +41,7 @@ class Side:
     """
 
     seconds: list[float]
-    apart: list[float]
+    hot: list[float]
     seen: Seen
     memory: tuple[dict[str, int], dict[str, int]] | None
     pushes: list[PushResult] = field(default_factory=list)
@@ -59,7 +59,7 @@ def builtin_sides(
         engine.rpc("wt_memory", True)
         done = _rounds(builtin.round, engine, weights, rounds, device)
         memory = _memory(engine, before)  # requests need some too: first
-        sides[mode] = Side(done.seconds, done.apart, engine.look(), memory)
+        sides[mode] = Side(done.seconds, done.hot, engine.look(), memory)
     return sides
 
 
@@ -87,7 +87,7 @@ def our_sides(
             memory = _memory(engine, before)
             seen = engine.look()
             copy_s = engine.rpc("wt_copy_seconds", rounds)  # may spoil the model: last
-        sides[setting] = Side(done.seconds, done.apart, seen, memory, done.made, copy_s)
+        sides[setting] = Side(done.seconds, done.hot, seen, memory, done.made, copy_s)
     return sides
 
 

@@ -21,14 +21,14 @@ class Rounds(Generic[Made]):
     """What was measured.
 
     Args:
-        seconds: Of rounds that follow each other.
+        seconds: Of rounds before which both processes did something else for a while, as trainers do.
         made: What these returned.
-        apart: Seconds of rounds before which both processes did something else for a while.
+        hot: Seconds of rounds right after each other.
     """
 
     seconds: list[float]
     made: list[Made]
-    apart: list[float]
+    hot: list[float]
 
 
 def timed_rounds(
@@ -61,7 +61,7 @@ def timed_rounds(
         took.append(time.perf_counter() - began)
         if number <= warm_up + rounds or number == last:
             check()
-    return Rounds(took[-rounds:], made[-rounds:], took[warm_up:-rounds])
+    return Rounds(took[warm_up:-rounds], made[warm_up:-rounds], took[-rounds:])
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

@@ -64,6 +64,8 @@ def _end_with(parent: int) -> None:
 
 def _be(role: str, path: str, log: str, temporary: str) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = temporary
+    # All are on one GPU, and NCCL takes several ranks there from several hosts alone.
+    os.environ["NCCL_HOSTID"] = f"vllm-wt-{os.getpid()}"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)

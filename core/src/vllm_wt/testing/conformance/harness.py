@@ -306,7 +306,10 @@ class Sync:
         self.open()
         self.trainer.withdraw()
         self.step("abort")
-        self.trainer.pause()
+        with suppress(
+            WeightTransferError
+        ):  # one that was still sending may say why it could not go on
+            self.trainer.pause()
 
     def publish(self, seconds: float = LONG_S) -> None:
         self.version += 1
