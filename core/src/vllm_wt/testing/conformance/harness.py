@@ -306,9 +306,11 @@ class Sync:
         self.open()
         self.trainer.withdraw()
         self.step("abort")
-        with suppress(
-            WeightTransferError
-        ):  # one that was still sending may say why it could not go on
+        self.pause_after_failure()
+
+    def pause_after_failure(self) -> None:
+        """The trainer serves no more; one that was still sending may say why it could not go on."""
+        with suppress(WeightTransferError):
             self.trainer.pause()
 
     def publish(self, seconds: float = LONG_S) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
+_LARGE = 1 << 30
 _BESIDE = 3
 """Bytes between two views of one allocation: none begins at a round address."""
 
@@ -26,7 +28,13 @@ def zeros(form: str, sizes: list[int], device: torch.device, allocate: Any) -> l
 
 
 def _private(sizes: list[int], device: torch.device, allocate: Any) -> list[torch.Tensor]:
-    return [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    return [
+        # Of so many, a host takes seconds to find the pages; here each is there once it is used.
+        torch.from_numpy(np.zeros(nbytes, np.uint8))
+        if nbytes > _LARGE and device.type == "cpu"
+        else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        for nbytes in sizes
+    ]
 
 
 def _shared(sizes: list[int], device: torch.device, allocate: Any) -> list[torch.Tensor]:

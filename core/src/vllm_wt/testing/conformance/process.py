@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -184,8 +185,11 @@ class Process:
         return reply["result"]
 
     def stop(self) -> None:
-        """Stop it, as a debugger or a frozen host would."""
+        """Stop it, as a debugger or a frozen host would, and wait until it is."""
         os.kill(self.pid, signal.SIGSTOP)
+        status = Path(f"/proc/{self.pid}/stat")
+        while not status.read_text().rpartition(") ")[2].startswith("T"):
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

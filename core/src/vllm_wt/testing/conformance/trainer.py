@@ -111,7 +111,7 @@ class Trainer:
             assert self._sent is not None
             self._sent.cancel("the round is over")
             self._sending.join()
-            self._sending = None
+            self._sending = self._failed = None  # what it has said since is of no other round
             self._engine.settle()
 
     def update_info(self, op: Any, seconds: float, known: int) -> dict[str, Any]:

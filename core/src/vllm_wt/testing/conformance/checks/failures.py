@@ -118,7 +118,7 @@ class FailureChecks:
         sync.worker.update(abort, within=2 * MOMENTS_S)
         assert not sync.worker.receiving(), "the receive goes on after abort_weight_update"
         sync.trainer.go_on()
-        sync.trainer.pause()
+        sync.pause_after_failure()
         for seed in (2, 3, 4):
             sync.trainer.write(seed, within=LONG_S)
             sync.push()
@@ -178,7 +178,7 @@ class FailureChecks:
             sync.worker.shutdown_engine()
         with pytest.raises(WeightTransferError):
             sync.worker.receive(*infos, within=_IN_TIME)
-        sync.trainer.pause()
+        sync.pause_after_failure()
         sync.connect()
         sync.push()
         assert sync.wrong(1) is None
@@ -190,7 +190,7 @@ class FailureChecks:
         [fresh] = harness.workers()
         with pytest.raises(WeightTransferError):
             fresh.receive(*infos, within=_IN_TIME)
-        sync.trainer.pause()
+        sync.pause_after_failure()
         again = Sync(sync.trainer, [fresh])
         again.version = sync.version
         again.connect()
