@@ -271,7 +271,9 @@ class EngineLink:
         failed in the middle: :meth:`ask` tells.
         """
         info = self._attempt_round(deadline)
-        return self._end_round(lambda: self._call_round(info, version, deadline), deadline)
+        return self._end_round(
+            lambda: self._call("run_round", info.to_wire(), str(version)), version, deadline
+        )
 
     def ask_round(self, version: int, deadline: Deadline) -> bool:
         """Begin such a call for a version that is yet to be published; whether that could be done."""
@@ -283,17 +285,7 @@ class EngineLink:
 
     def end_round(self, version: int, deadline: Deadline) -> bool:
         """Wait for the end of the call that was begun, as of :meth:`run_round`."""
-
-        def ended() -> Any:
-            try:
-                return self._awaited()
-            except Superseded:
-                raise
-            except WrongOrder:  # a round was left open, as in `start`
-                info = replace(self._info("all", deadline), paused=True)
-                return self._call_round_anew(info, version, deadline)
-
-        return self._end_round(ended, deadline)
+        return self._end_round(self._awaited, version, deadline)
 
     def drop_round(self) -> None:
         """Wait for the end of the call that was begun, whose attempt was withdrawn."""
@@ -308,15 +300,18 @@ class EngineLink:
     def _attempt_round(self, deadline: Deadline) -> UpdateInfo:
         self._told = self._trainer.generation
         self._in_doubt = True
-        info = replace(self._info("all", deadline), paused=True)
+        info = self._whole_info(deadline)
         self._attempted = self._info("confirm", deadline)
         self.whole = None
         self._asked = time.perf_counter()
         return info
 
-    def _end_round(self, end: Callable[[], Any], deadline: Deadline) -> bool:
+    def _whole_info(self, deadline: Deadline) -> UpdateInfo:
+        return replace(self._info("all", deadline), paused=True)
+
+    def _end_round(self, call: Callable[[], Any], version: int, deadline: Deadline) -> bool:
         try:
-            told = end()
+            told = self._made_at_once(call, version, deadline)
         except WeightTransferError as error:
             self._require_committed(error, deadline)
             return True
@@ -336,17 +331,14 @@ class EngineLink:
         self._in_doubt = False
         return True
 
-    def _call_round(self, info: UpdateInfo, version: int, deadline: Deadline) -> Any:
+    def _made_at_once(self, call: Callable[[], Any], version: int, deadline: Deadline) -> Any:
         try:
-            return self._call("run_round", info.to_wire(), str(version))
+            return call()
         except Superseded:
             raise
         except WrongOrder:  # a round was left open, as in `start`
-            return self._call_round_anew(info, version, deadline)
-
-    def _call_round_anew(self, info: UpdateInfo, version: int, deadline: Deadline) -> Any:
-        self._update(self._info("abort", deadline))
-        return self._call("run_round", info.to_wire(), str(version))
+            self._update(self._info("abort", deadline))
+            return self._call("run_round", self._whole_info(deadline).to_wire(), str(version))
 
     def _require_committed(self, error: WeightTransferError, deadline: Deadline) -> None:
         """Raise ``error``, unless the engine holds what was attempted all the same."""

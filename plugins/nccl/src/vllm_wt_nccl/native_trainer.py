@@ -150,9 +150,8 @@ def _send(
         over()
 
     try:
-        group.forget(
-            ticket - 2, deadline
-        )  # late workers may still look at that of the round before
+        # Late workers may still look at that of the round before.
+        group.forget(ticket - 2, deadline)
         _until(group, keys.here, "Not all workers take part in time", deadline, watch)
         has_begun = True
         rendezvous.put(keys.call, "", deadline)
