@@ -11,6 +11,7 @@ import pytest
 
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, CorruptTransfer, InvalidInfo, PeerDead, Timeout, TransportError
+from vllm_wt_nccl import rendezvous
 from vllm_wt_nccl.meeting import Keys, Watch, decoded, numbers, tell
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 
@@ -64,6 +65,24 @@ def test_a_port_that_is_free_by_now() -> None:
 def test_one_that_does_not_answer() -> None:
     with socket.create_server((HOST, 0)) as server, pytest.raises(Timeout):
         _joined(server.getsockname()[1], seconds=0.5)
+
+
+def test_one_that_ends_while_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's store would try until the deadline."""
+    host = _hosted()
+    port = host.port
+    connect = rendezvous._store
+
+    def ended_before(*args: Any) -> Any:
+        host.close()
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex((HOST, port)) != 0:
+                    return connect(*args)
+
+    monkeypatch.setattr(rendezvous, "_store", ended_before)
+    with pytest.raises(PeerDead, match=f"port {port}"):
+        _joined(port)
 
 
 def test_another_session_at_the_same_port() -> None:

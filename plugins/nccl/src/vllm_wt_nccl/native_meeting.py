@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -46,6 +47,8 @@ from vllm_wt_nccl.rendezvous import Rendezvous, bounded
 
 TELL_S = 2.0
 """Seconds that it may take to tell the others of a failure, or to see that they have heard."""
+_REFUSED_S = 10.0
+"""Seconds that workers on their way to a trainer that has refused one of them have to get there."""
 _LOOK_S = 0.005
 _AGAIN_S = 0.1
 """Seconds between two tries to find the trainer."""
@@ -118,14 +121,15 @@ def gathered(rendezvous: Rendezvous, trainer: Member, deadline: Deadline) -> lis
 def let_hear(rendezvous: Rendezvous, error: WeightTransferError) -> None:
     """The trainer's side has failed: keep the store until those that have come know why."""
     with suppress(WeightTransferError):
-        deadline = Deadline(TELL_S)
+        deadline = Deadline(_REFUSED_S if isinstance(error, InvalidInfo) else TELL_S)
         rendezvous.offer(FAILED, json.dumps(error.facts()), deadline)
         rendezvous.put(CLOSED, "", deadline)
         if not rendezvous.has(MEMBERS, deadline):
             return
         came = _members(rendezvous.get(MEMBERS, deadline, "The workers do not say who they are"))
         # Where one worker of an engine has come, the others are on their way.
-        coming = sum(count for _, count in {(each.first, each.workers) for each in came})
+        engines = Counter((each.first, each.workers) for each in came)
+        coming = sum(max(workers, here) for (_, workers), here in engines.items())
         while rendezvous.add(HEARD, 0, deadline) < coming and not deadline.expired:
             deadline.wait(_LOOK_S)
 

@@ -26,6 +26,8 @@ _FIRST_S, _MOST_S = 0.0002, 0.005
 """Seconds between two questions for a key, which grow. (The store could be asked to wait; it writes a
 page to the log whenever that takes longer than it was told to.)"""
 _SILENT = "The trainer's rendezvous does not answer"
+_ASK_S = 0.5
+"""Seconds between two looks at whether the trainer still listens, until it has answered."""
 _LEAST_S = 0.01
 """Least seconds to connect in: torch takes 0 for no limit."""
 
@@ -84,12 +86,7 @@ class Rendezvous:
             Timeout, Aborted: Nobody answers in time, or the deadline was cancelled.
         """
         where = f"{address}, port {port}"
-        caller = Caller("vllm-wt-rendezvous")
-        # The store would try again until the deadline.
-        for step in (_require_listening, _store):
-            store = bounded(
-                caller, partial(step, address, port, deadline), deadline, _SILENT, where=where
-            )
+        store = _joined(address, port, deadline)
         rendezvous = cls(store, session, address, port)
         if not rendezvous.has("session", deadline):
             raise PeerDead(
@@ -109,10 +106,7 @@ class Rendezvous:
             name: Of the group; its keys are its own.
             deadline: For connecting; as of `get` what is raised.
         """
-        step = partial(_store, self.address, self.port, deadline)
-        store = bounded(
-            self._caller, step, deadline, _SILENT, where=f"{self.address}, port {self.port}"
-        )
+        store = _joined(self.address, self.port, deadline)
         return PrefixStore(f"{self._session}/{name}", store)
 
     def put(self, key: str, value: str, deadline: Deadline) -> None:
@@ -249,6 +243,26 @@ def _require_listening(address: str, port: int, deadline: Deadline) -> None:
         ) from error
 
 
+def _joined(address: str, port: int, deadline: Deadline) -> TCPStore:
+    """A connection of a worker's to the store, which would itself try until the deadline to reach one
+    that has ended.
+
+    Raises:
+        PeerDead: Nothing listens there, or not any more.
+        Timeout, Aborted: Nobody answers in time, or the deadline was cancelled.
+    """
+    where = f"{address}, port {port}"
+    asking = Caller("vllm-wt-rendezvous")
+    ask = partial(_require_listening, address, port, deadline)
+    bounded(asking, ask, deadline, _SILENT, where=where)
+    coming: Future[TCPStore] = Caller("vllm-wt-rendezvous")(
+        partial(_store, address, port, deadline)
+    )
+    while not _has_ended(coming, min(_ASK_S, deadline.remaining())):
+        bounded(asking, ask, deadline, _SILENT, where=where)
+    return _result(coming, deadline, _SILENT, where)
+
+
 def _store(address: str, port: int, deadline: Deadline, listening: int | None = None) -> TCPStore:
     return TCPStore(
         _bare(address),
@@ -280,6 +294,11 @@ def bounded(
     future: Future[Any] = caller(function)
     while not _has_ended(future, min(_LOOK_S, deadline.remaining())):
         deadline.check(what, where=where)
+    return _result(future, deadline, what, where)
+
+
+def _result(future: Future[Any], deadline: Deadline, what: str, where: str) -> Any:
+    """That of a function of torch's which has ended; as of `bounded` what is raised."""
     try:
         return future.result()
     except RuntimeError as error:
