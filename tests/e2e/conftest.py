@@ -217,5 +217,5 @@ def host(request: pytest.FixtureRequest, engines: Engines) -> Any:
 
 @pytest.fixture
 def make_engine(tmp_path: Path) -> Callable[..., Iterator[Engine]]:
-    """For a test that needs a shape of its own: ``yield from make_engine(shape, tp=1)``."""
-    return lambda shape, tp: _make_engine(tmp_path, shape, tp)
+    """For a test that needs one of its own: ``yield from make_engine(shape, tp=1)``."""
+    return partial(_make_engine, tmp_path)

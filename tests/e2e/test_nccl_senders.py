@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from processes import Forker, Group, until
+from processes import LOST, Forker, Group, until
 
 from vllm_wt.testing.models import random_model, randomize, save_checkpoint
 
@@ -18,8 +18,6 @@ BUCKETS = {"bucket_nbytes": 16 << 10}
 """Small ones, so that each rank has several."""
 SOON_S = 2.0
 """What ranks wait beyond a deadline."""
-LOST = {"E04", "E05", "E06", "E10"}
-"""Somebody died, did not come in time, has given up, or is not reached."""
 
 
 @pytest.fixture(scope="module")

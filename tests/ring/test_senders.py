@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Forker, Group, until
+from processes import LOST, Forker, Group, until
 from wt_ring import SHAPES, digest_of, full_tensors
 
 pytestmark = pytest.mark.xdist_group("senders")
@@ -20,8 +20,6 @@ BUCKET = {"bucket_nbytes": 8192}
 SOON_S = 2.0
 """A deadline that is waited for, and what ranks wait beyond it."""
 MIB = 1 << 20
-LOST = {"E04", "E05", "E06", "E10"}
-"""Somebody died, did not come in time, has given up, or is not reached."""
 
 
 class Senders(Group):

@@ -21,10 +21,13 @@ from vllm_wt.errors import PeerDead
 LONG_S = 60.0
 """Seconds after which what a test waits for is taken not to come; far below the ranks' own timeout."""
 
+LOST = {"E04", "E05", "E06", "E10"}
+"""Codes of errors: somebody died, did not come in time, has given up, or is not reached."""
 
-def until(condition: Callable[[], Any], what: str) -> Any:
+
+def until(condition: Callable[[], Any], what: str, seconds: float = LONG_S) -> Any:
     """What it returns, once that is something."""
-    end = time.monotonic() + LONG_S
+    end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"waited in vain for {what}"
         time.sleep(0.005)
@@ -124,9 +127,9 @@ class Group:
         for rank in self.ranks if ranks is None else ranks:
             rank.call("launch", method, *args)
 
-    def outcomes(self, ranks=None):
+    def outcomes(self, ranks=None, seconds=LONG_S):
         return [
-            until(lambda rank=rank: rank.call("outcome"), "the end of a call")
+            until(lambda rank=rank: rank.call("outcome"), "the end of a call", seconds)
             for rank in (self.ranks if ranks is None else ranks)
         ]
 
