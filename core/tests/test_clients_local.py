@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -194,3 +196,56 @@ def test_workers_that_do_not_answer(kind):
         _reports(engine, call_s=0.01)
     assert error.value.where == "reports"
     engine.hold.set()
+
+
+@pytest.fixture
+def llm(_installed):
+    """Whose workers take a round in one call, and answer when they are let."""
+    llm = _Asked()
+    llm.go = threading.Event()
+    llm.versions = []
+    llm.llm_engine.set_weight_version = llm.versions.append
+
+    def rpc(method, kwargs=None):
+        llm.asked.append(method)
+        if kwargs:
+            assert llm.go.wait(30)
+        return REPORTS
+
+    llm.collective_rpc = rpc
+    llm.finish_weight_update = lambda version: llm.asked.append("finish")
+    return llm
+
+
+def test_a_call_waits_for_the_answer_of_a_round_that_was_not_waited_for(llm):
+    client = LocalClient(llm)
+    answer = client.ask_round({"deadline_s": 30.0}, "7")
+    assert not answer.has_come(0.0)
+    client.committed(answer, "7")
+    assert llm.versions == ["7"]  # at once
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(client.reports)
+        with pytest.raises(TimeoutError):
+            asking.result(0.05)
+        llm.go.set()
+        assert asking.result(30) == REPORTS
+    assert llm.asked == ["vllm_wt_round", "vllm_wt_report"]
+    assert answer.result() == REPORTS
+    assert llm.versions == ["7", "7"]
+
+
+def test_an_engine_that_died_before_an_answer_that_was_not_waited_for(llm):
+    """vLLM will never give it; what the next call says of the engine is that one's matter."""
+    client = LocalClient(llm)
+    client.committed(client.ask_round({"deadline_s": 30.0}, "7"), "7")
+    llm.resources.engine_dead = True
+    assert client.reports() == REPORTS
+    llm.go.set()
+
+
+def test_an_answer_that_does_not_come(llm):
+    client = LocalClient(llm, slack_s=0.0)
+    answer = client.ask_round({"deadline_s": 0.05}, "7")
+    with pytest.raises(Timeout, match=r"within 0\.05 s"):
+        next(filter(None, (answer.has_come(0.001) for _ in itertools.count())))
+    llm.go.set()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from vllm_wt.clients.local import Answer
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, ManifestMismatch, PeerDead, Timeout, WeightTransferError
 from vllm_wt.round import State
@@ -20,19 +21,42 @@ from .support.engines import RoundEngine, assert_equal, connecting
 
 
 class AheadEngine(RoundEngine):
-    """One that takes a round in one call, on a thread of its own."""
+    """One that takes a round in one call, on a thread of its own.
+
+    Attributes:
+        hold: An event for which its answers wait.
+        left: Answers that nobody has waited for, and the versions of their rounds.
+        infos: What it was asked ahead.
+        refuses: Whether it can't be.
+    """
+
+    hold = None
 
     def __init__(self, transport_cls, loader) -> None:
         super().__init__(transport_cls, loader)
         self._thread = ThreadPoolExecutor(1)
         self.infos = []
+        self.left = []
         self.refuses = False
 
     def ask_round(self, update_info, weight_version):
         if self.refuses:
             return None
         self.infos.append(update_info)
-        return self._thread.submit(self.run_round, update_info, weight_version).result
+        answer = self._thread.submit(self._answered, update_info, weight_version)
+        return Answer(answer, "run_round", 60, self.require_alive)
+
+    def _answered(self, update_info, weight_version):
+        told = self.run_round(update_info, weight_version)
+        if self.hold is not None:
+            assert self.hold.wait(30)
+        return told
+
+    def require_alive(self):
+        """Of another engine, raises once it has died."""
+
+    def committed(self, answer, weight_version):
+        self.left.append((answer, weight_version))
 
 
 @pytest.fixture
@@ -153,6 +177,69 @@ def test_the_engine_waits_for_what_is_published(sync, engine, loader, source, st
     sync.push(2)
     assert_equal(loader.weights, state)
     assert loader.weights["a"].eq(7).all()
+
+
+def test_the_workers_word_is_enough(sync, engine, loader, source, state):
+    """An answer takes longer than it takes the workers to tell the trainer."""
+    engine.hold = threading.Event()
+    result = sync.push(2)
+    assert_equal(loader.weights, state)
+    stages = result.engines["engine0"]
+    assert 0 < stages.wire <= stages.wire + stages.load <= result.total_s
+    (left,) = engine.left
+    assert left[1] == "2"
+    assert not left[0].has_come(0.0)
+    engine.hold.set()
+    assert left[0].result() == engine.told
+    assert sync.status() == held(engine, 2)
+    state["a"].add_(1)
+    sync.push(3)
+    assert_equal(loader.weights, state)
+
+
+def test_workers_that_do_not_tell(sync, engine, loader, state, monkeypatch):
+    """Then it is the engine's answer that counts."""
+    monkeypatch.setattr(engine.engine, "finish_weight_update", lambda: None)
+    result = sync.push(2)
+    assert_equal(loader.weights, state)
+    assert engine.left == []
+    assert result.engines["engine0"].load == engine.told[0]["load"]
+    assert sync.status() == held(engine, 2)
+
+
+def test_fewer_workers_than_there_are_tell(sync, engine, loader, state):
+    sync._links[0].workers = 2
+    engine.hold = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        pushing = thread.submit(sync.push, 2)
+        engine.hold.set()
+        pushing.result(30)
+    assert engine.left == []
+    assert_equal(loader.weights, state)
+
+
+def test_an_engine_that_dies_while_it_is_listened_to(sync, engine, monkeypatch):
+    monkeypatch.setattr(engine.engine, "finish_weight_update", lambda: None)
+    engine.hold = threading.Event()
+
+    def died():
+        raise PeerDead("gone")
+
+    engine.require_alive = died
+    with pytest.raises(PeerDead, match="gone"):
+        sync.push(2)
+    engine.hold.set()
+
+
+def test_a_word_of_the_round_before_is_none_of_this(sync, engine, loader, source, state):
+    """Its number is another one."""
+    sync.push(2)
+    trainer = sync._trainer
+    assert (trainer.delivered(), trainer.committed()) == (1, 1)
+    source.before_look = lambda: numbers.append((trainer.delivered(), trainer.committed()))
+    numbers = []
+    sync.push(3)
+    assert numbers == [(0, 0)]
 
 
 def test_memory_that_has_moved_is_asked_for_again(sync, engine, loader, state):

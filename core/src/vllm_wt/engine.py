@@ -258,6 +258,11 @@ class TrainerWeightTransferEngine(ABC):
         been told, and must be asked again."""
         return False
 
+    def committed(self) -> int:
+        """How many workers have told the trainer by themselves that they have committed what they were
+        asked for ahead; 0 where the backend's do not tell."""
+        return 0
+
     def withdraw(self) -> None:  # noqa: B027
         """What was published may not be loaded any more: its round has failed."""
 

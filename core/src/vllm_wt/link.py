@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,19 @@ from vllm_wt.serving import reading, serving
 
 logger = logging.getLogger(__name__)
 
+_LISTEN_S = 0.00005
+"""Seconds between two looks at what workers say of a round, which lasts some milliseconds."""
+
+
+class Answer(Protocol):
+    """That of a call that was begun."""
+
+    def has_come(self, seconds: float) -> bool:
+        """Whether it has, which is waited for so long at most; raises what keeps it from coming."""
+
+    def result(self) -> Any:
+        """Wait for it; returns and raises what the call does."""
+
 
 class WeightSyncClient(Protocol):
     """vLLM's four methods; anything that has them is an engine to us (vLLM's own Protocol, 0.27+).
@@ -52,9 +66,10 @@ class WeightSyncClient(Protocol):
     - ``run_round(update_info, weight_version) -> list[dict[str, float] | None] | None``: start, update
       and finish in one call, for an engine that generates nothing meanwhile; from each worker the
       seconds of ``wire`` and ``load``. None if it can't be done: then nothing has been.
-    - ``ask_round(update_info, weight_version) -> Callable[[], ...] | None``: the same, begun; what it
-      returns waits for the end of it, and returns and raises what ``run_round`` does. None if that
-      can't be: then nothing has been.
+    - ``ask_round(update_info, weight_version) -> Answer | None``: the same, begun. None if that can't
+      be: then nothing has been.
+    - ``committed(answer, weight_version) -> None``: of one that was begun the workers have said that it
+      is done; nobody waits for its answer but the client itself, before its next call.
     - ``idle_between_calls``: True if no forward pass can run while the caller is inside ``push``.
     - ``address``: a text that names the engine in errors.
     - ``host``: the host that it is reached on; none if the engine is on this one.
@@ -127,8 +142,8 @@ class EngineLink:
         """Ticket of a commit during which the trainer's memory has changed; the engine knows nothing
         of that."""
         self._attempted: UpdateInfo | None = None
-        self._answer: Callable[[], Any] | None = None
-        """Waits for the end of a round that was asked for ahead."""
+        self._answer: Answer | None = None
+        """That of a round that was asked for ahead."""
         self._answers = True
         self._replaced = False
         self._pauses = all(callable(getattr(client, call, None)) for call in ("pause", "resume"))
@@ -285,7 +300,37 @@ class EngineLink:
 
     def end_round(self, version: int, deadline: Deadline) -> bool:
         """Wait for the end of the call that was begun, as of :meth:`run_round`."""
-        return self._end_round(self._awaited, version, deadline)
+        try:
+            has_committed = self._has_heard()
+        except WeightTransferError as error:
+            self._answer = None
+            self._require_committed(error, deadline)
+            return True
+        if not has_committed:
+            return self._end_round(self._awaited, version, deadline)
+        answer, self._answer = self._answer, None
+        self._call("committed", answer, str(version))
+        self._holds_attempted()
+        self._require_kept()
+        self._in_doubt = False
+        return True
+
+    def _has_heard(self) -> bool:
+        """Wait until all workers have said that they have committed; False if the answer came first.
+
+        It comes later, by the time that it takes to wake the threads of vLLM that it passes.
+        """
+        assert self._answer is not None
+        workers = math.inf if self.workers is None else self.workers
+        seconds = self._seconds
+        while not self._made("run_round", self._answer.has_come, _LISTEN_S):
+            took = time.perf_counter() - self._asked
+            if not seconds["wire"] and self._trainer.delivered() >= workers:
+                seconds["wire"] = took
+            if self._trainer.committed() >= workers:
+                seconds["load"] = took - seconds["wire"]
+                return True
+        return False
 
     def drop_round(self) -> None:
         """Wait for the end of the call that was begun, whose attempt was withdrawn."""
@@ -295,7 +340,7 @@ class EngineLink:
     def _awaited(self) -> Any:
         answer, self._answer = self._answer, None
         assert answer is not None
-        return self._made("run_round", answer)
+        return self._made("run_round", answer.result)
 
     def _attempt_round(self, deadline: Deadline) -> UpdateInfo:
         self._told = self._trainer.generation
@@ -319,17 +364,22 @@ class EngineLink:
             return False
         took = time.perf_counter() - self._asked
         assert self._attempted is not None
-        self._known = self._told
         if isinstance(told, list) and told and all(isinstance(each, dict) for each in told):
-            self.torn, self.whole, self._held = False, True, self._attempted
+            self._holds_attempted()
             for stage in ("wire", "load"):
                 self._seconds[stage] = min(took, max(_seconds(each, stage) for each in told))
         else:  # not every worker says that it has done it
+            self._known = self._told
             self._confirm(self._attempted, deadline)
         self._seconds["start"] = max(0.0, took - self._seconds["wire"] - self._seconds["load"])
         self._require_kept()
         self._in_doubt = False
         return True
+
+    def _holds_attempted(self) -> None:
+        """All workers say so."""
+        self._known = self._told
+        self.torn, self.whole, self._held = False, True, self._attempted
 
     def _made_at_once(self, call: Callable[[], Any], version: int, deadline: Deadline) -> Any:
         try:

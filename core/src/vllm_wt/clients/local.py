@@ -70,6 +70,8 @@ class LocalClient:
         self._slack_s = slack_s
         self._takes_version = _takes_version(llm)
         self._caller = Caller("vllm-wt-llm")
+        self._left: Answer | None = None
+        """That of a round which the workers have said is committed: nobody has waited for it."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call(
@@ -105,11 +107,10 @@ class LocalClient:
         if call is None:
             return None
         limit = call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s)
-        return list(self._call("run_round", call, limit))
+        told: list[dict[str, float] | None] = self._call("run_round", call, limit)
+        return told
 
-    def ask_round(
-        self, update_info: dict[str, Any], weight_version: str
-    ) -> Callable[[], list[dict[str, float] | None]] | None:
+    def ask_round(self, update_info: dict[str, Any], weight_version: str) -> Answer | None:
         """See `vllm_wt.link.WeightSyncClient`."""
         call = self._round(update_info, weight_version)
         if call is None or self._resources is None:
@@ -118,11 +119,26 @@ class LocalClient:
         answer = self._begun("run_round", call, limit)
         # It is on its way as soon as its thread has had the interpreter, which we would keep busy.
         time.sleep(_SENT_S)
-        return lambda: list(answer())
+        return answer
+
+    def committed(self, answer: Answer, weight_version: str) -> None:
+        """See `vllm_wt.link.WeightSyncClient`."""
+        self._left = answer
+        set_version = self._set_version
+        if set_version is not None:
+            set_version(weight_version)
+
+    @property
+    def _set_version(self) -> Callable[[str], None] | None:
+        """Since vLLM 0.27, which keeps a version."""
+        set_version: Callable[[str], None] | None = getattr(
+            self._llm.llm_engine, "set_weight_version", None
+        )
+        return set_version
 
     def _round(self, update_info: dict[str, Any], weight_version: str) -> Callable[[], Any] | None:
         """A round in one call; None if this engine can't."""
-        set_version = getattr(self._llm.llm_engine, "set_weight_version", None)
+        set_version = self._set_version
         if not can_report(self.configured_backend()) or (
             self._takes_version and set_version is None
         ):
@@ -132,7 +148,7 @@ class LocalClient:
             told = self._llm.collective_rpc(ROUND, kwargs={"update_info": update_info})
             if set_version is not None:  # as the LLM's own finish does
                 set_version(weight_version)
-            return told
+            return list(told)
 
         return call
 
@@ -178,18 +194,17 @@ class LocalClient:
         if self._resources is None:
             with _alive(where):
                 return function()
-        return self._begun(where, function, seconds)()
+        return self._begun(where, function, seconds).result()
 
-    def _begun(self, where: str, function: Callable[[], Any], seconds: float) -> Callable[[], Any]:
-        """A call on a thread of its own; what is returned waits for it."""
+    def _begun(self, where: str, function: Callable[[], Any], seconds: float) -> Answer:
+        """A call on a thread of its own, after the one before."""
+        left, self._left = self._left, None
+        if left is not None:
+            with suppress(Exception):  # an engine that has died says so anew
+                left.result()
         resources = self._resources
         future = self._caller(function)
-
-        def answer() -> Any:
-            with _alive(where):
-                return _answer(future, where, seconds, lambda: _check_dead(resources, where))
-
-        return answer
+        return Answer(future, where, seconds, lambda: _check_dead(resources, where))
 
 
 class AsyncLocalClient:
@@ -326,7 +341,7 @@ class AsyncLocalClient:
             coroutine.close()
             raise _loop_ended(where) from error
         with _typed(where):
-            return _answer(future, where, seconds, lambda: self._check_alive(where))
+            return Answer(future, where, seconds, lambda: self._check_alive(where)).result()
 
     def _check_alive(self, where: str) -> None:
         if self._loop.is_closed() or not self._loop.is_running():
@@ -355,26 +370,64 @@ class AsyncLocalClient:
             )
 
 
-def _answer(future: Future[Any], where: str, seconds: float, check: Callable[[], None]) -> Any:
-    """The future's result, cancelled at the deadline, or once ``check`` raises."""
-    deadline = Deadline(seconds)
-    try:
-        while not _has_ended(future, min(_LOOK_S, deadline.remaining())):
-            check()
-            if deadline.expired:
+class Answer:
+    """That of a call under way: what it returns, or a typed error in time.
+
+    Args:
+        future: Of the call; it is cancelled when its time is over, or once ``check`` raises.
+        where: Which call.
+        seconds: That it may take.
+        check: Raises once the engine is no more.
+    """
+
+    def __init__(
+        self, future: Future[Any], where: str, seconds: float, check: Callable[[], None]
+    ) -> None:
+        self._future = future
+        self._where = where
+        self._deadline = Deadline(seconds)
+        self._check = check
+
+    def has_come(self, seconds: float = _LOOK_S) -> bool:
+        """Whether it has, which is waited for.
+
+        Args:
+            seconds: At most.
+
+        Raises:
+            PeerDead: The engine has died.
+            Timeout: The time of the call is over.
+        """
+        try:
+            if _has_ended(self._future, min(seconds, self._deadline.remaining())):
+                return True
+            self._check()
+            if self._deadline.expired:
                 raise Timeout(
                     "The engine did not answer",
-                    where=where,
-                    expected=f"within {seconds:g} s",
+                    where=self._where,
+                    expected=f"within {self._deadline.seconds:g} s",
                     cure="look for an engine that is stopped, or a blocked event loop",
                 )
-    except BaseException:
-        future.cancel()  # a coroutine too, where its loop still runs
-        raise
-    try:
-        return future.result()
-    except concurrent.futures.CancelledError:
-        raise _loop_ended(where) from None  # by whoever ended the loop's tasks
+        except BaseException:
+            self._future.cancel()  # a coroutine too, where its loop still runs
+            raise
+        return False
+
+    def result(self) -> Any:
+        """What the call has returned.
+
+        Raises:
+            PeerDead, Timeout: As of `has_come`.
+            Exception: What the call has raised.
+        """
+        while not self.has_come():
+            pass
+        try:
+            with _alive(self._where):
+                return self._future.result()
+        except concurrent.futures.CancelledError:
+            raise _loop_ended(self._where) from None  # by whoever ended the loop's tasks
 
 
 def _has_ended(future: Future[Any], seconds: float) -> bool:

@@ -172,3 +172,11 @@ class Exposure:
         The numbers of an attempt rise to its ticket, which comes last and stands for all of it.
         """
         return ticket - self.count + bucket
+
+    def committed(self, ticket: int) -> int:
+        """What stands for the commit of an attempt in reports; no attempt's own number."""
+        return ticket + 1
+
+    def next_ticket(self, ticket: int) -> int:
+        """That of the attempt after one, whose numbers are all its own."""
+        return self.committed(ticket) + self.count + 1

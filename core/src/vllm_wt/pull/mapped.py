@@ -55,6 +55,7 @@ class Mapped:
         deadline: Deadline,
     ) -> None:
         self._transport = transport
+        self._exposure = exposure
         self._owner = handle.owner
         self._ticket = 0
         transport.open(handle.owner, handle.generation, handle.unwrap(backend=backend), deadline)
@@ -127,6 +128,14 @@ class Mapped:
                     got="a trainer that has stopped",
                 )
                 deadline.wait(_LOOK_S)
+
+    def tell_committed(self) -> None:
+        """Report that what was handed over is in the model, on every rank.
+
+        Raises:
+            WeightTransferError: The owner does not live.
+        """
+        self._transport.notify(self._owner, self._exposure.committed(self._ticket))
 
     def check(self) -> None:
         """See that the owner lives.

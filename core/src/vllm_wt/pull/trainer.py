@@ -181,7 +181,7 @@ class PullTrainer(TrainerWeightTransferEngine):
     def _attempt(self, version: int) -> None:
         """A new one, of which workers know nothing yet."""
         self._version = version
-        self._ticket += self._settled.count + 1
+        self._ticket = self._settled.next_ticket(self._ticket)
 
     def send(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
         sender = self.sender(readers, deadline, watch)
@@ -260,6 +260,10 @@ class PullTrainer(TrainerWeightTransferEngine):
 
     def delivered(self) -> int:
         return self._reported(self._ticket)
+
+    def committed(self) -> int:
+        self._progress()  # nobody else does, in a round that was asked for ahead
+        return self._reported(self._settled.committed(self._ticket))
 
     def shutdown(self) -> None:
         with self._lock:

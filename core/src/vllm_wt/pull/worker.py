@@ -71,6 +71,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._quarantine: list[Reading | Mapped] = []
         self._in_use = threading.RLock()
         """Held while the connection is used, made or dropped."""
+        self._is_ahead = False
+        """Whether the trainer has asked for what was received last before it was there, and listens."""
         self._receiving: Deadline | None = None
         self._given_up: str | None = None
 
@@ -153,7 +155,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
                 if self._reading is None:
                     self._connect(deadline)
                 assert self._reading is not None
-                if update_info.ahead:
+                self._is_ahead = update_info.ahead
+                if self._is_ahead:
                     self._mapped().await_published(update_info.ticket, deadline)
                 self._reading.run(update_info.ticket, load_weights, deadline)
             except BaseException:
@@ -174,6 +177,11 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             mapped = self._mapped()
             yield
             mapped.require_kept()
+
+    def finish_weight_update(self) -> None:
+        if self._is_ahead:
+            with self._in_use:
+                self._mapped().tell_committed()
 
     def _mapped(self) -> Mapped:
         if isinstance(self._reading, Mapped):

@@ -260,7 +260,8 @@ def _joined(address: str, port: int, deadline: Deadline) -> TCPStore:
     )
     while not _has_ended(coming, min(_ASK_S, deadline.remaining())):
         bounded(asking, ask, deadline, _SILENT, where=where)
-    return _result(coming, deadline, _SILENT, where)
+    store: TCPStore = _result(coming, deadline, _SILENT, where)
+    return store
 
 
 def _store(address: str, port: int, deadline: Deadline, listening: int | None = None) -> TCPStore:
