@@ -12,7 +12,8 @@ import pytest
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, CorruptTransfer, InvalidInfo, PeerDead, Timeout, TransportError
 from vllm_wt_nccl import rendezvous
-from vllm_wt_nccl.meeting import Keys, Watch, decoded, numbers, tell
+from vllm_wt_nccl.keys import Keys
+from vllm_wt_nccl.meeting import Watch, decoded, numbers, tell
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 
 HOST = "127.0.0.1"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from vllm_wt.errors import CorruptTransfer, WeightTransferError, from_facts
 from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.fabrics import opened
 from vllm_wt_nccl.info import Call
+from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.rendezvous import Rendezvous, bounded
 
 WORKERS = "workers"
@@ -27,46 +27,6 @@ _LOOK_S = 0.05
 """Seconds between two looks at whether a round has failed elsewhere."""
 _TELL_S = 2.0
 """Seconds that it may take to tell the others of a failure."""
-
-
-@dataclass(frozen=True)
-class Keys:
-    """What is left for one attempt.
-
-    Args:
-        ticket: Of the attempt.
-    """
-
-    ticket: int
-
-    @property
-    def here(self) -> str:
-        """How many workers take part by now, all of whom are in `who`."""
-        return f"{self.ticket}/here"
-
-    @property
-    def who(self) -> str:
-        """Their numbers."""
-        return f"{self.ticket}/who"
-
-    @property
-    def call(self) -> str:
-        """A `vllm_wt_nccl.info.Call`."""
-        return f"{self.ticket}/call"
-
-    @property
-    def done(self) -> str:
-        """How many workers have everything."""
-        return f"{self.ticket}/done"
-
-    @property
-    def failed(self) -> str:
-        """The facts of an error, once somebody has failed."""
-        return f"{self.ticket}/failed"
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (self.here, self.who, self.call, self.done, self.failed)
 
 
 class Watch:

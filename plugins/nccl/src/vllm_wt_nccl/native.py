@@ -14,9 +14,10 @@ import torch
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, WeightTransferError, WrongOrder
 from vllm_wt.native import LoadWeights, WeightTransferEngine, WorkerContext
+from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.native_group import Group
 from vllm_wt_nccl.native_info import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
-from vllm_wt_nccl.native_keys import OVER, ROUND, Keys
+from vllm_wt_nccl.native_keys import OVER, ROUND
 from vllm_wt_nccl.native_meeting import (
     Joining,
     made_together,

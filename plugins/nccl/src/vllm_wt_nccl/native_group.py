@@ -9,7 +9,8 @@ import torch
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, PeerDead, WeightTransferError, WrongOrder
 from vllm_wt_nccl.communicator import Communicator
-from vllm_wt_nccl.native_keys import OVER, ROUND, Keys
+from vllm_wt_nccl.keys import Keys
+from vllm_wt_nccl.native_keys import OVER, ROUND
 from vllm_wt_nccl.native_meeting import TELL_S, leave_error, told, watching
 from vllm_wt_nccl.rendezvous import Rendezvous
 

@@ -13,9 +13,9 @@ from vllm_wt.deadline import Deadline
 from vllm_wt.errors import CorruptTransfer, ManifestMismatch, WeightTransferError
 from vllm_wt.manifest import Manifest, TensorMeta
 from vllm_wt.native import LoadWeights
+from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.native_group import Group
 from vllm_wt_nccl.native_header import NBYTES, Header, content_digest, tensors_digest
-from vllm_wt_nccl.native_keys import Keys
 from vllm_wt_nccl.native_parcels import Buffers, Packing, layout_of, parcels
 from vllm_wt_nccl.native_sending import awaited
 

@@ -12,9 +12,9 @@ from vllm_wt.errors import InvalidInfo
 from vllm_wt.manifest import TensorMeta
 from vllm_wt.packing import Copies, as_bytes, meta_of
 from vllm_wt_nccl.communicator import Broadcast
+from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.native_group import Group
 from vllm_wt_nccl.native_header import Header, content_digest, tensors_digest
-from vllm_wt_nccl.native_keys import Keys
 from vllm_wt_nccl.native_parcels import Buffers, Packing, layout_of, parcels
 
 LOOK_S = 0.02

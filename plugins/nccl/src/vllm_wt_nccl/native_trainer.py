@@ -12,9 +12,10 @@ import torch
 
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import InvalidInfo, WeightTransferError
+from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.native_args import NCCLTrainerSendWeightsArgs, Place
 from vllm_wt_nccl.native_group import Group
-from vllm_wt_nccl.native_keys import OVER, ROUND, SESSION, Keys
+from vllm_wt_nccl.native_keys import OVER, ROUND, SESSION
 from vllm_wt_nccl.native_meeting import (
     gathered,
     let_hear,

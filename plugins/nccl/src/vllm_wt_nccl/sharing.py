@@ -27,7 +27,8 @@ from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.cutting import Senders, divided
 from vllm_wt_nccl.gathering import Gathering
 from vllm_wt_nccl.info import Call, Host, NcclInitInfo, Port
-from vllm_wt_nccl.meeting import Keys, decoded, tell
+from vllm_wt_nccl.keys import Keys
+from vllm_wt_nccl.meeting import decoded, tell
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 from vllm_wt_nccl.shards import Shards
 from vllm_wt_nccl.trainer import NcclTrainer

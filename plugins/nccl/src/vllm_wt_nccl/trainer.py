@@ -26,7 +26,8 @@ from vllm_wt_nccl.bucketing import bucketing, default_nbytes
 from vllm_wt_nccl.communicator import Broadcast, Communicator
 from vllm_wt_nccl.cutting import Senders
 from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
-from vllm_wt_nccl.meeting import Keys, made, numbers, tell
+from vllm_wt_nccl.keys import Keys
+from vllm_wt_nccl.meeting import made, numbers, tell
 from vllm_wt_nccl.options import require_address, require_port, require_senders
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 

@@ -17,7 +17,8 @@ from vllm_wt.loading.staging import Intake
 from vllm_wt_nccl.bucketing import scheduled
 from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
-from vllm_wt_nccl.meeting import WORKERS, Keys, Watch, decoded, made, tell
+from vllm_wt_nccl.keys import Keys
+from vllm_wt_nccl.meeting import WORKERS, Watch, decoded, made, tell
 from vllm_wt_nccl.receiving import Receiving, arena_nbytes
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 from vllm_wt_nccl.schedule import Schedule
