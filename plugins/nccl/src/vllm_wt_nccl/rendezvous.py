@@ -26,8 +26,10 @@ _FIRST_S, _MOST_S = 0.0002, 0.005
 """Seconds between two questions for a key, which grow. (The store could be asked to wait; it writes a
 page to the log whenever that takes longer than it was told to.)"""
 _SILENT = "The trainer's rendezvous does not answer"
-_ASK_S = 0.5
-"""Seconds between two looks at whether the trainer still listens, until it has answered."""
+_FIRST_TRY_S = 1.0
+"""Seconds that the first try to connect may take, the next one twice that, and so on."""
+_AGAIN_S = 0.05
+"""Seconds between two tries."""
 _LEAST_S = 0.01
 """Least seconds to connect in: torch takes 0 for no limit."""
 
@@ -68,7 +70,7 @@ class Rendezvous:
         # The store takes the socket over, and closes it.
         store = bounded(
             Caller("vllm-wt-rendezvous"),
-            lambda: _store(address, port, deadline, listening.detach()),
+            lambda: _store(address, port, deadline.remaining(), listening.detach()),
             deadline,
             _SILENT,
             where=f"{address}, port {port}",
@@ -244,32 +246,38 @@ def _require_listening(address: str, port: int, deadline: Deadline) -> None:
 
 
 def _joined(address: str, port: int, deadline: Deadline) -> TCPStore:
-    """A connection of a worker's to the store, which would itself try until the deadline to reach one
-    that has ended.
+    """A connection of a worker's to the store.
+
+    Left to itself, torch would try until the deadline to reach a store that has ended, and wait as long
+    for an answer that got lost.
 
     Raises:
         PeerDead: Nothing listens there, or not any more.
         Timeout, Aborted: Nobody answers in time, or the deadline was cancelled.
     """
     where = f"{address}, port {port}"
-    asking = Caller("vllm-wt-rendezvous")
-    ask = partial(_require_listening, address, port, deadline)
-    bounded(asking, ask, deadline, _SILENT, where=where)
-    coming: Future[TCPStore] = Caller("vllm-wt-rendezvous")(
-        partial(_store, address, port, deadline)
-    )
-    while not _has_ended(coming, min(_ASK_S, deadline.remaining())):
-        bounded(asking, ask, deadline, _SILENT, where=where)
-    store: TCPStore = _result(coming, deadline, _SILENT, where)
-    return store
+    caller = Caller("vllm-wt-rendezvous")
+    seconds = _FIRST_TRY_S
+    while True:
+        listens = partial(_require_listening, address, port, deadline)
+        bounded(caller, listens, deadline, _SILENT, where=where)
+        connect = partial(_store, address, port, min(seconds, deadline.remaining()))
+        try:
+            store: TCPStore = bounded(caller, connect, deadline, _SILENT, where=where)
+        except PeerDead:
+            seconds *= 2
+            deadline.wait(_AGAIN_S)
+            continue
+        store.set_timeout(timedelta(seconds=max(_LEAST_S, deadline.remaining())))
+        return store
 
 
-def _store(address: str, port: int, deadline: Deadline, listening: int | None = None) -> TCPStore:
+def _store(address: str, port: int, seconds: float, listening: int | None = None) -> TCPStore:
     return TCPStore(
         _bare(address),
         port,
         is_master=listening is not None,
-        timeout=timedelta(seconds=max(_LEAST_S, deadline.remaining())),
+        timeout=timedelta(seconds=max(_LEAST_S, seconds)),
         wait_for_workers=False,
         master_listen_fd=listening,
     )
@@ -295,11 +303,6 @@ def bounded(
     future: Future[Any] = caller(function)
     while not _has_ended(future, min(_LOOK_S, deadline.remaining())):
         deadline.check(what, where=where)
-    return _result(future, deadline, what, where)
-
-
-def _result(future: Future[Any], deadline: Deadline, what: str, where: str) -> Any:
-    """That of a function of torch's which has ended; as of `bounded` what is raised."""
     try:
         return future.result()
     except RuntimeError as error:
