@@ -187,7 +187,10 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(tp, marks=pytest.mark.xdist_group("servers")) for tp in (1, 2)],
+    params=[
+        pytest.param(1, marks=[pytest.mark.xdist_group("servers"), pytest.mark.slow]),
+        pytest.param(2, marks=pytest.mark.xdist_group("servers")),
+    ],
     ids=["tp1", "tp2"],
 )
 def shared_server(request: pytest.FixtureRequest, engines: Engines) -> HttpEngine:
@@ -206,7 +209,8 @@ def server(shared_server: HttpEngine) -> Iterator[HttpEngine]:
     params=[
         ("llm", 1),
         ("llm", 2),
-        *(pytest.param(("http", tp), marks=pytest.mark.xdist_group("servers")) for tp in (1, 2)),
+        pytest.param(("http", 1), marks=[pytest.mark.xdist_group("servers"), pytest.mark.slow]),
+        pytest.param(("http", 2), marks=pytest.mark.xdist_group("servers")),
     ],
     ids=["tp1", "tp2", "http-tp1", "http-tp2"],
 )

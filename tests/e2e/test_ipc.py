@@ -372,6 +372,7 @@ def shared_server(tmp_path_factory):
         yield server
 
 
+@pytest.mark.slow
 def test_a_server_is_paused_for_the_commit_alone(shared_server, tmp_path):
     server = shared_server
     model = random_model(server.shape, seed=81)
@@ -400,6 +401,7 @@ def test_a_server_is_paused_for_the_commit_alone(shared_server, tmp_path):
     server.assert_in_step()
 
 
+@pytest.mark.slow
 def test_a_server_takes_pushes_from_a_trainer_in_another_process(shared_server):
     server = shared_server
     trainer = IpcTrainer(server.folder, server.shape)
@@ -420,6 +422,7 @@ class AsyncClient(Pausing, AsyncLocalClient):
     pass
 
 
+@pytest.mark.slow
 def test_an_async_engine_generates_while_weights_are_verified(tmp_path):
     save_checkpoint(random_model(SHAPE, seed=0), tmp_path / "seed0")
     asyncio.run(_async_session(tmp_path))

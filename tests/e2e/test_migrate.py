@@ -148,6 +148,7 @@ def test_the_code_as_printed(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> N
     sides.assert_holds(sides.folder / "synced")
 
 
+@pytest.mark.slow  # an engine of its own; tests/e2e/test_native.py has another that is registered
 def test_the_engine_of_ones_own_as_printed(tmp_path: Path) -> None:
     """It is registered by the script that starts vLLM, and nowhere else."""
     (tmp_path / "own.py").write_text(BLOCKS[-1][1] + OWN)

@@ -153,7 +153,9 @@ def _typed() -> Iterator[None]:
         raise from_text(str(error), where="the engine") from error
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["tp1", "tp2"]
+)
 def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, installed: None
 ) -> Iterator[Article]:

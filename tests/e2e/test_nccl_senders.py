@@ -114,7 +114,7 @@ def test_a_model_that_is_gathered_or_not(make, engine, steps):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("senders", ["all", "rank0"])
+@pytest.mark.parametrize("senders", ["all", pytest.param("rank0", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_in_mid_push(make, engine, tmp_path, senders, victim):
     """The living say so in time, the engine serves its old weights, and a new trainer goes on."""
     ranks = make()

@@ -22,6 +22,10 @@ SOON_S = 2.0
 MIB = 1 << 20
 
 
+EACH_KIND = ["fsdp2", pytest.param("dtensor", marks=pytest.mark.slow)]
+"""Where what the ranks do is the same for every kind."""
+
+
 class Senders(Group):
     """All ranks of a trainer, and its engine of the backend."""
 
@@ -217,7 +221,7 @@ def test_all_senders_need_a_group(make):
     assert (error["code"], error["where"]) == ("E01", "senders")
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "dtensor"])
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_a_push_that_is_refused(make, kind):
     """On one rank, which the others hear of at once; the next one works."""
     group = make(kind)
@@ -235,7 +239,7 @@ def test_a_push_that_is_refused(make, kind):
 
 
 @pytest.mark.parametrize("step", ["start", "open", "seal", "finish"])
-@pytest.mark.parametrize("kind", ["fsdp2", "dtensor"])
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_an_engine_that_refuses(make, kind, step):
     group = make(kind)
     group.connect(**BUCKET)
@@ -272,7 +276,7 @@ def test_a_rank_that_has_lost_its_communicator(sharded, rank):
     assert [each["group"] for each in sharded.all("facts")] == [2] * 3
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "dtensor"])
+@pytest.mark.parametrize("kind", EACH_KIND)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_in_mid_push(make, hold, kind, victim):
     """The others say so, the workers keep what they have, and a new trainer goes on."""

@@ -37,6 +37,10 @@ def backend(request):
     return request.param
 
 
+EACH_KIND = ["copied", pytest.param("fsdp2", marks=pytest.mark.slow)]
+"""Where what the ranks do is the same for every kind."""
+
+
 @pytest.fixture
 def make(forker, backend):
     """Makes a trainer of ranks and an engine of workers."""
@@ -197,7 +201,7 @@ def test_no_group(make):
     ],
     ids=["versions differ", "no advance", "no version", "no deadline"],
 )
-@pytest.mark.parametrize("kind", ["copied", "fsdp2"])
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_a_push_that_is_refused(make, kind, arguments, codes):
     """On one rank, which the others hear of at once; the next one works."""
     group = make(kind)
@@ -217,7 +221,7 @@ def test_a_push_that_is_refused(make, kind, arguments, codes):
 
 
 @pytest.mark.parametrize("step", ["start", "open", "seal", "finish"])
-@pytest.mark.parametrize("kind", ["copied", "fsdp2"])
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_an_engine_that_refuses(make, kind, step):
     group = make(kind)
     group.connect(**BUCKET)
@@ -340,6 +344,7 @@ def llm(tmp_path_factory):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.xdist_group("team engine")
 def test_a_real_engine(forker, llm, tmp_path):
     """Greedy tokens are those of transformers, and vLLM's own digests those of weights it has loaded
