@@ -15,6 +15,7 @@ from trainers import Trainer
 
 from vllm_wt.clients.local import LocalClient
 from vllm_wt.clients.relay import RelayServer, engine_methods
+from vllm_wt.errors import from_text
 from vllm_wt.testing.models import ModelShape, prompts, random_model, save_checkpoint
 
 NEW_TOKENS = 16
@@ -60,8 +61,8 @@ class Served:
         self.folder = folder
         self.llm = start_llm(checkpoint, dtype, backend, **overrides)
         self._lock = threading.RLock()  # an LLM takes one call at a time
-        client = LocalClient(self.llm)
-        methods = {name: self._guarded(m) for name, m in engine_methods(client).items()}
+        self._client = LocalClient(self.llm)
+        methods = {name: self._guarded(m) for name, m in engine_methods(self._client).items()}
         self._server = RelayServer(folder / "engine.sock", methods)
 
     def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +124,8 @@ class Engine(Served):
         backend: By which it gets weights.
     """
 
+    tp = 1
+
     def __init__(
         self,
         folder: Path,
@@ -153,6 +156,17 @@ class Engine(Served):
     def trainer(self) -> Trainer:
         self._trainers.append(Trainer(self.folder, self.shape, "cuda"))
         return self._trainers[-1].wait_ready()
+
+    def call(self, method: str, *args: Any) -> None:
+        """One of vLLM's own methods, with the typed error that a client makes of its text."""
+        try:
+            with self._lock:
+                getattr(self._client, method)(*args)
+        except Exception as error:
+            raise from_text(str(error), where=method) from error
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", init_info)
 
     def tokens(self) -> list[list[int]]:
         from vllm_wt.testing.engines import greedy_tokens

@@ -6,16 +6,21 @@ same checkpoint, by its tokens and by digests of all its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from native_calls import Native
+from native_trainers import NativeTrainer
+from processes import LOST, Forker, Group, until
 from trainers import Trainer, in_background, wait_for
 
-from vllm_wt.errors import InvalidInfo, PeerDead
-from vllm_wt.testing.models import reference_tokens
+from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, WrongOrder
+from vllm_wt.testing.models import random_model, randomize, reference_tokens, save_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -153,3 +158,126 @@ def test_thirty_rounds_take_no_more_memory_than_three(one_engine: Any) -> None:
             torch.cuda.synchronize()
             free.append(torch.cuda.mem_get_info()[0])
     assert free[0] - free[1] < 8 * MIB
+
+
+# -- in vLLM's own form ----------------------------------------------------------------------------
+
+SMALL = {"packed_buffer_size_bytes": 64 << 10}
+"""Several parcels."""
+
+
+@pytest.fixture
+def native(engine: Any, tmp_path: Path) -> Iterator[Native]:
+    trainers: list[NativeTrainer] = []
+    made = Native(engine, tmp_path, trainers, "cuda")
+    yield made
+    made.close()
+    for trainer in trainers:
+        trainer.close()
+
+
+def assert_loaded(engine: Any, fresh: Callable[[str], Any], checkpoint: str) -> None:
+    """It generates, and holds, what another engine does that has loaded the checkpoint."""
+    other = fresh(checkpoint)
+    assert engine.tokens() == other.tokens()
+    assert engine.rpc("wt_digests") == other.rpc("wt_digests")
+    other.close()
+
+
+def test_the_articles_calls(native: Native, fresh: Callable[[str], Any]) -> None:
+    native.connect()
+    seen = [native.engine.tokens()]
+    ways: tuple[dict[str, Any], ...] = ({"packed": True}, {"packed": True} | SMALL)
+    for seed, how in enumerate((*ways, {"packed": False}), 110):
+        checkpoint = native.trainer.call("randomize", seed)
+        native.push(**how)
+        seen.append(native.engine.tokens())
+        assert seen[-1] not in seen[:-1]
+    assert_loaded(native.engine, fresh, checkpoint)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_native_trainer_gone_in_mid_round(native: Native, tmp_path: Path, end: str) -> None:
+    engine = native.engine
+    native.connect()
+    old, digests = engine.tokens(), engine.rpc("wt_digests")
+    flag = tmp_path / "held"
+    native.trainer.call("randomize", 120)
+    native.trainer.call("hold", 1, str(flag))
+    native.begin_send(packed=True, **SMALL)
+    engine.call("start_weight_update")
+    updating = in_background(lambda: native.update(packed=True, deadline_s=5.0, **SMALL))
+    wait_for(flag.exists)
+    native.lose_trainer(end)
+    with pytest.raises(PeerDead if end == "kill" else Timeout):
+        updating.result(60)
+    with pytest.raises(WrongOrder):
+        engine.call("finish_weight_update")
+    assert (engine.tokens(), engine.rpc("wt_digests")) == (old, digests)
+    assert_a_new_trainer_syncs(engine, 121)
+
+
+# -- several ranks that send -----------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parents[1] / "support" / "wt_senders.py"
+
+
+class Ranks(Group):
+    """Of a trainer with FSDP2, whose weights are the engine's."""
+
+    def __init__(self, forker: Forker, engine: Any) -> None:
+        super().__init__(forker, BACKEND, 2, engine, "cuda")
+        self.all("wait_less", 2.0)
+        self.all("make_model", "fsdp2", asdict(engine.shape))
+        options = BUCKETS | {"senders": "all"}
+        path = str(engine.folder / "engine.sock")
+        self.all("connect_together", path, BACKEND, options, 60.0)
+
+    def checkpoint(self, folder: Path, seed: int) -> str:
+        """New weights, and what they are."""
+        self.all("fill", seed)
+        model = random_model(self.engine.shape, seed=0)
+        randomize(model, seed)
+        save_checkpoint(model, folder / f"full{seed}")
+        return str(folder / f"full{seed}")
+
+
+@pytest.fixture
+def ranks(engine: Any, tmp_path: Path) -> Iterator[Callable[[], Ranks]]:
+    """Makes trainers of the engine."""
+    forker = Forker(tmp_path, SCRIPT)
+    yield lambda: Ranks(forker, engine)
+    forker.close()
+
+
+def test_two_ranks_that_send(
+    engine: Any, fresh: Callable[[str], Any], ranks: Callable[[], Ranks], tmp_path: Path
+) -> None:
+    group = ranks()
+    assert [each["nbytes"] > 0 for each in group.all("facts")] == [True, True]
+    group.all("gathers")
+    for version in (1, 2, 3):
+        checkpoint = group.checkpoint(tmp_path, 130 + version)
+        group.push(version)
+    assert group.all("gathers") == [0, 0]
+    assert_loaded(engine, fresh, checkpoint)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_in_mid_push(
+    engine: Any, ranks: Callable[[], Ranks], tmp_path: Path, victim: int
+) -> None:
+    group = ranks()
+    old, digests = engine.tokens(), engine.rpc("wt_digests")
+    group.all("fill", 140)
+    dying, other = group.ranks[victim], group.ranks[1 - victim]
+    flag = tmp_path / "held-back"
+    dying.call("hold", 1, str(flag))
+    group.start("push_together", 1, 8.0)
+    until(flag.exists, "the bucket that is held")
+    dying.signal(signal.SIGKILL)
+    until(dying.dead, "a rank to die")
+    assert set(group.codes([other])) <= LOST
+    assert (engine.tokens(), engine.rpc("wt_digests")) == (old, digests)
+    other.close()
+    assert_a_new_trainer_syncs(engine, 141)

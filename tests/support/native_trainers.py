@@ -23,11 +23,13 @@ class NativeTrainer:
     Args:
         folder: For its checkpoints.
         shape: Of its model.
+        device: Of its model; NCCL takes its host for another one than the engine's.
     """
 
-    def __init__(self, folder: Path, shape: ModelShape) -> None:
+    def __init__(self, folder: Path, shape: ModelShape, device: str = "cpu") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps([str(folder), asdict(shape)])],
+            [sys.executable, str(SCRIPT), json.dumps([str(folder), asdict(shape), device])],
+            env=os.environ | {"NCCL_HOSTID": "trainer"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

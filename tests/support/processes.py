@@ -118,10 +118,10 @@ def digests(seed):
 class Group:
     """All ranks of a trainer, and its engine."""
 
-    def __init__(self, forker, backend, world, engine):
+    def __init__(self, forker, backend, world, engine, device="cpu"):
         store = str(forker.folder / f"store{len(forker._processes)}")
         self.backend, self.engine = backend, engine
-        self.ranks = [forker.fork("rank", rank, world, store) for rank in range(world)]
+        self.ranks = [forker.fork("rank", rank, world, store, device) for rank in range(world)]
 
     def start(self, method, *args, ranks=None):
         for rank in self.ranks if ranks is None else ranks:

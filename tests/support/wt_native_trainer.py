@@ -22,9 +22,9 @@ from vllm_wt.testing.models import ModelShape, random_model, randomize, save_che
 class NativeTrainer:
     """The calls that a test can make."""
 
-    def __init__(self, folder: Path, shape: ModelShape) -> None:
+    def __init__(self, folder: Path, shape: ModelShape, device: str) -> None:
         self._folder = folder
-        self._names: dict[str, Any] = {"model": random_model(shape, seed=0)}
+        self._names: dict[str, Any] = {"model": random_model(shape, seed=0).to(device)}
 
     def ready(self) -> None:
         """What is imported has been."""
@@ -60,9 +60,9 @@ class NativeTrainer:
 
 
 def main() -> None:
-    folder, shape = json.loads(sys.argv[1])
+    folder, shape, device = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    trainer = NativeTrainer(Path(folder), ModelShape(**shape))
+    trainer = NativeTrainer(Path(folder), ModelShape(**shape), device)
     for line in sys.stdin:
         method, arguments, keywords = json.loads(line)
         answer: dict[str, Any]

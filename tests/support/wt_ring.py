@@ -71,7 +71,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 class Rank:
     """One rank of a trainer."""
 
-    def __init__(self, rank: int, world: int, store: str) -> None:
+    def __init__(self, rank: int, world: int, store: str, device: str = "cpu") -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         torch.distributed.init_process_group(
@@ -82,7 +82,8 @@ class Rank:
             timeout=timedelta(seconds=LONG_S),
         )
         self.rank, self.world = rank, world
-        self.mesh = init_device_mesh("cpu", (world,))
+        self.device = torch.device(device)
+        self.mesh = init_device_mesh(device, (world,))
         self.sync: WeightSync | None = None
         self._outcome: dict[str, Any] = {}
         self._thread = threading.Thread()

@@ -22,7 +22,12 @@ from vllm_wt_nccl.worker import NcclEngine
 
 
 class SendingRank(TeamRank):
-    """One rank; its kinds beyond `TeamRank`'s are of meshes of two dimensions, and of a cast."""
+    """One rank, on a host of its own as NCCL sees it. Kinds beyond `TeamRank`'s: meshes of two
+    dimensions, and of a cast."""
+
+    def __init__(self, rank: int, world: int, store: str, device: str = "cpu") -> None:
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        super().__init__(rank, world, store, device)
 
     def make(self, kind: str, size: str, seed: int) -> None:
         if kind == "cast":

@@ -76,7 +76,7 @@ class TeamRank(Rank):
         from vllm_wt.testing.models import ModelShape, random_model
 
         self.kind, self.shape = "model", ModelShape(**shape)
-        self.source = random_model(self.shape, seed=0)
+        self.source = random_model(self.shape, seed=0).to(self.device)
         if kind == "shared":
             self.source.share_memory()
         if kind == "fsdp2":
@@ -89,6 +89,7 @@ class TeamRank(Rank):
 
         full = random_model(self.shape, seed=0)
         randomize(full, seed)
+        full.to(self.device)
         with torch.no_grad():
             for name, own in self.source.named_parameters():
                 values = full.get_parameter(name)
