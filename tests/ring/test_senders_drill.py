@@ -100,7 +100,9 @@ class Drill:
         self.group.assert_has({1: 1, 2: 2}[version])
 
     def _new_engine(self):
-        return self._forker.fork("engine", "nccl", 2, True)
+        engine = self._forker.fork("engine", "nccl", 2, True)
+        engine.call("calls")  # it is there
+        return engine
 
     def _new_group(self):
         group = Group(self._forker, "nccl", 3, self.engine)
