@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vllm_wt import registry
+from vllm_wt.clients import local
 from vllm_wt.clients.local import AsyncLocalClient, LocalClient
 from vllm_wt.errors import CorruptTransfer, EngineError, PeerDead, Timeout, UnsupportedVllm
 
@@ -217,30 +218,64 @@ def llm(_installed):
     return llm
 
 
-def test_a_call_waits_for_the_answer_of_a_round_that_was_not_waited_for(llm):
+def test_a_call_waits_for_the_end_of_one_that_was_not_waited_for(llm):
     client = LocalClient(llm)
     answer = client.ask_round({"deadline_s": 30.0}, "7")
     assert not answer.has_come(0.0)
-    client.committed(answer, "7")
-    assert llm.versions == ["7"]  # at once
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(client.reports)
         with pytest.raises(TimeoutError):
             asking.result(0.05)
+        assert llm.asked == ["vllm_wt_round"]
         llm.go.set()
         assert asking.result(30) == REPORTS
     assert llm.asked == ["vllm_wt_round", "vllm_wt_report"]
     assert answer.result() == REPORTS
-    assert llm.versions == ["7", "7"]
+    assert llm.versions == ["7"]
 
 
-def test_an_engine_that_died_before_an_answer_that_was_not_waited_for(llm):
-    """vLLM will never give it; what the next call says of the engine is that one's matter."""
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_answer_is_left_where_no_call_comes_behind(llm, keeps):
+    """Else the thread of that call would be in the LLM together with its owner."""
+    if not keeps:
+        del llm.llm_engine.set_weight_version
+    assert LocalClient(llm).may_leave is not keeps
+
+
+def test_an_engine_that_died_before_it_had_answered(llm):
+    """vLLM will never do so."""
     client = LocalClient(llm)
-    client.committed(client.ask_round({"deadline_s": 30.0}, "7"), "7")
+    client.ask_round({"deadline_s": 30.0}, "7")
     llm.resources.engine_dead = True
-    assert client.reports() == REPORTS
+    with pytest.raises(PeerDead):
+        client.reports()
     llm.go.set()
+
+
+def test_an_engine_that_does_not_answer_the_call_before(llm):
+    client = LocalClient(llm, call_s=0.05)
+    client.ask_round({"deadline_s": 30.0}, "7")
+    with pytest.raises(Timeout, match=r"within 0\.05 s"):
+        client.reports()
+    llm.go.set()
+    assert client.reports() == REPORTS
+
+
+def test_a_call_that_was_interrupted_is_waited_for(llm, monkeypatch):
+    client = LocalClient(llm)
+    check = local._check_dead
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "_check_dead", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        client.run_round({"deadline_s": 30.0}, "7")
+    monkeypatch.setattr(local, "_check_dead", check)
+    threading.Timer(0.05, llm.go.set).start()
+    assert client.reports() == REPORTS
+    assert llm.asked == ["vllm_wt_round", "vllm_wt_report"]
+    assert llm.versions == ["7"]
 
 
 def test_an_answer_that_does_not_come(llm):

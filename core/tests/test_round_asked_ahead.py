@@ -25,18 +25,19 @@ class AheadEngine(RoundEngine):
 
     Attributes:
         hold: An event for which its answers wait.
-        left: Answers that nobody has waited for, and the versions of their rounds.
+        answers: Of the rounds that it was asked for.
         infos: What it was asked ahead.
         refuses: Whether it can't be.
     """
 
     hold = None
+    may_leave = True
 
     def __init__(self, transport_cls, loader) -> None:
         super().__init__(transport_cls, loader)
         self._thread = ThreadPoolExecutor(1)
         self.infos = []
-        self.left = []
+        self.answers = []
         self.refuses = False
 
     def ask_round(self, update_info, weight_version):
@@ -44,7 +45,8 @@ class AheadEngine(RoundEngine):
             return None
         self.infos.append(update_info)
         answer = self._thread.submit(self._answered, update_info, weight_version)
-        return Answer(answer, "run_round", 60, self.require_alive)
+        self.answers.append(Answer(answer, "run_round", 60, self.require_alive))
+        return self.answers[-1]
 
     def _answered(self, update_info, weight_version):
         told = self.run_round(update_info, weight_version)
@@ -54,9 +56,6 @@ class AheadEngine(RoundEngine):
 
     def require_alive(self):
         """Of another engine, raises once it has died."""
-
-    def committed(self, answer, weight_version):
-        self.left.append((answer, weight_version))
 
 
 @pytest.fixture
@@ -186,11 +185,10 @@ def test_the_workers_word_is_enough(sync, engine, loader, source, state):
     assert_equal(loader.weights, state)
     stages = result.engines["engine0"]
     assert 0 < stages.wire <= stages.wire + stages.load <= result.total_s
-    (left,) = engine.left
-    assert left[1] == "2"
-    assert not left[0].has_come(0.0)
+    answer = engine.answers[-1]
+    assert not answer.has_come(0.0)
     engine.hold.set()
-    assert left[0].result() == engine.told
+    assert answer.result() == engine.told
     assert sync.status() == held(engine, 2)
     state["a"].add_(1)
     sync.push(3)
@@ -202,7 +200,6 @@ def test_workers_that_do_not_tell(sync, engine, loader, state, monkeypatch):
     monkeypatch.setattr(engine.engine, "finish_weight_update", lambda: None)
     result = sync.push(2)
     assert_equal(loader.weights, state)
-    assert engine.left == []
     assert result.engines["engine0"].load == engine.told[0]["load"]
     assert sync.status() == held(engine, 2)
 
@@ -214,8 +211,53 @@ def test_fewer_workers_than_there_are_tell(sync, engine, loader, state):
         pushing = thread.submit(sync.push, 2)
         engine.hold.set()
         pushing.result(30)
-    assert engine.left == []
+    assert engine.answers[-1].has_come(0.0)
     assert_equal(loader.weights, state)
+
+
+def test_an_answer_that_must_be_waited_for(sync, engine, loader, state):
+    engine.may_leave = False
+    result = sync.push(2)
+    assert engine.answers[-1].has_come(0.0)
+    assert result.engines["engine0"].load == engine.told[0]["load"]
+    assert_equal(loader.weights, state)
+
+
+def test_an_interrupt_while_the_engine_is_asked(sync, engine, loader, state):
+    """What was asked for is withdrawn: the engine goes on at once, with its old weights."""
+    old = {name: tensor.clone() for name, tensor in loader.weights.items()}
+    ask = engine.ask_round
+
+    def interrupted(info, version):
+        ask(info, version)
+        raise KeyboardInterrupt
+
+    engine.ask_round = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        sync.push(2)
+    with pytest.raises(RuntimeError, match="given this attempt up"):
+        engine.answers[-1].result()
+    assert_equal(loader.weights, old)
+    engine.ask_round = ask
+    sync.push(3)
+    assert_equal(loader.weights, state)
+
+
+def test_a_worker_that_waits_for_digests_hears_of_an_end(connect, engine, loader, state):
+    sync = connect(engine, StateDictSource(state), verify="digest")
+    sync.push(0)
+    sync.push(1)
+    sent = sync._trainer.send
+
+    def write_first(*args):
+        state["a"].add_(1)
+        sent(*args)
+
+    sync._trainer.send = write_first
+    with pytest.raises(ManifestMismatch, match="written to"):
+        sync.push(2)
+    with pytest.raises(RuntimeError, match="given this attempt up"):
+        engine.answers[-1].result()
 
 
 def test_an_engine_that_dies_while_it_is_listened_to(sync, engine, monkeypatch):

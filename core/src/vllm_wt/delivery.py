@@ -78,7 +78,7 @@ class Delivery:
         self._at_once = False
         """Whether the round is one call."""
         self._is_asked = False
-        """Whether that call is under way."""
+        """Whether that call may be under way."""
         self._serving: Serving | None = None
         self._sender: Sender | None = None
         self.published_s = 0.0
@@ -95,7 +95,8 @@ class Delivery:
             for link in self._links:
                 link.begin()
             began = time.perf_counter()
-            self._is_asked = whole and self._ask_ahead()
+            if whole:
+                self._ask_ahead()
             with reading("publish"):
                 self._trainer.publish(self._version, self._deadline)
             self.published_s = time.perf_counter() - began
@@ -222,13 +223,13 @@ class Delivery:
                 cure="see the cause, in the source or in the backend; every engine has the new weights",
             ) from error
 
-    def _ask_ahead(self) -> bool:
-        """Whether the engine has been asked for the whole round, and waits for what is published."""
+    def _ask_ahead(self) -> None:
+        """Ask the engine for the whole round, if it may wait for what is published."""
         if not (self._goes_ahead and self._can_be_at_once() and self._links[0].knows_where):
-            return False
-        if not self._trainer.go_ahead(self._version):
-            return False
-        return self._links[0].ask_round(self._version, self._deadline)
+            return
+        if self._trainer.go_ahead(self._version):
+            self._is_asked = True  # first: an interrupt may come while it is being asked
+            self._is_asked = self._links[0].ask_round(self._version, self._deadline)
 
     def _drop(self) -> None:
         """Wait until the engine has let go of a round that it was asked for, and does not get."""

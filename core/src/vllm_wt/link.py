@@ -33,6 +33,8 @@ from vllm_wt.serving import reading, serving
 
 logger = logging.getLogger(__name__)
 
+_SENT_S = 0.0001
+"""Seconds that it takes to send a call from another thread."""
 _LISTEN_S = 0.00005
 """Seconds between two looks at what workers say of a round, which lasts some milliseconds."""
 
@@ -68,8 +70,8 @@ class WeightSyncClient(Protocol):
       seconds of ``wire`` and ``load``. None if it can't be done: then nothing has been.
     - ``ask_round(update_info, weight_version) -> Answer | None``: the same, begun. None if that can't
       be: then nothing has been.
-    - ``committed(answer, weight_version) -> None``: of one that was begun the workers have said that it
-      is done; nobody waits for its answer but the client itself, before its next call.
+    - ``may_leave``: True if nobody need wait for the answer of one that was begun, once its workers
+      have said that it is done; the client's next call does.
     - ``idle_between_calls``: True if no forward pass can run while the caller is inside ``push``.
     - ``address``: a text that names the engine in errors.
     - ``host``: the host that it is reached on; none if the engine is on this one.
@@ -296,7 +298,11 @@ class EngineLink:
             return False
         info = self._attempt_round(deadline)
         self._answer = self._call("ask_round", info.to_wire(), str(version))
-        return self._answer is not None
+        if self._answer is None:
+            return False
+        # It is on its way as soon as its thread has had the interpreter, which we would keep busy.
+        self._made("run_round", self._answer.has_come, _SENT_S)
+        return True
 
     def end_round(self, version: int, deadline: Deadline) -> bool:
         """Wait for the end of the call that was begun, as of :meth:`run_round`."""
@@ -308,8 +314,7 @@ class EngineLink:
             return True
         if not has_committed:
             return self._end_round(self._awaited, version, deadline)
-        answer, self._answer = self._answer, None
-        self._call("committed", answer, str(version))
+        self._answer = None
         self._holds_attempted()
         self._require_kept()
         self._in_doubt = False
@@ -321,7 +326,9 @@ class EngineLink:
         It comes later, by the time that it takes to wake the threads of vLLM that it passes.
         """
         assert self._answer is not None
-        workers = math.inf if self.workers is None else self.workers
+        workers = math.inf  # none of whom is listened to
+        if self.workers is not None and getattr(self.client, "may_leave", False) is True:
+            workers = self.workers
         seconds = self._seconds
         while not self._made("run_round", self._answer.has_come, _LISTEN_S):
             took = time.perf_counter() - self._asked
@@ -333,9 +340,11 @@ class EngineLink:
         return False
 
     def drop_round(self) -> None:
-        """Wait for the end of the call that was begun, whose attempt was withdrawn."""
-        with suppress(WeightTransferError):
-            self._awaited()
+        """Wait for the end of the call that was begun, whose attempt was withdrawn. It may have been
+        interrupted while it was made: then the next call waits."""
+        if self._answer is not None:
+            with suppress(WeightTransferError):
+                self._awaited()
 
     def _awaited(self) -> Any:
         answer, self._answer = self._answer, None

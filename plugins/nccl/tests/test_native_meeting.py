@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, WeightTransferError
 from vllm_wt_nccl.native_info import NCCLWeightTransferInitInfo
+from vllm_wt_nccl.native_meeting import TELL_S
 from vllm_wt_nccl.native_members import Member, require_fitting
 
 from .support.native_sides import (
@@ -159,12 +160,23 @@ def test_a_worker_that_does_not_come_is_missed_by_all() -> None:
         here.result()
 
 
+def test_a_refusal_is_told_soon_where_little_time_is_left() -> None:
+    """The other worker of the engine, which is on its way, need not come."""
+    port = free_port()
+    here = joining(worker(0, 2), port, 4)
+    coming = in_background(lambda: trainer_init(port, 3, deadline_s=1.0))
+    with pytest.raises(InvalidInfo, match="different world sizes"):
+        coming.result(1.0 + TELL_S + 2.0)
+    with pytest.raises(InvalidInfo, match="different world sizes"):
+        here.result()
+
+
 def test_a_worker_that_gives_up_ends_the_waiting_of_all() -> None:
     port = free_port()
     coming = in_background(lambda: trainer_init(port, 3))
     with pytest.raises(Timeout, match=r"within 0\.9 s"):
         joining(worker(0, 2), port, 3, deadline_s=1.0).result()
-    with pytest.raises(Timeout, match=r"within 0\.9 s"):
+    with pytest.raises(Timeout, match=r"within 0\.9 s.* Got: 1 of 2 workers; missing ranks \[2\]"):
         coming.result()
 
 

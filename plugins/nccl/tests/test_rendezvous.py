@@ -8,12 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, CorruptTransfer, InvalidInfo, PeerDead, Timeout, TransportError
-from vllm_wt_nccl import rendezvous
+from vllm_wt_nccl import meeting, native_meeting, rendezvous
+from vllm_wt_nccl.info import Call
 from vllm_wt_nccl.keys import Keys
-from vllm_wt_nccl.meeting import Watch, decoded, numbers, tell
+from vllm_wt_nccl.meeting import Watch, decoded, error_in, made, numbers, tell
+from vllm_wt_nccl.native_meeting import made_together
+from vllm_wt_nccl.native_members import Member
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 
 HOST = "127.0.0.1"
@@ -170,9 +174,52 @@ def _look_until_it_raises(watch: Watch) -> None:
 def test_what_is_left_is_validated() -> None:
     assert decoded(b'{"a": 1}', "a call") == {"a": 1}
     assert numbers(b"3 1 2 ") == [1, 2, 3]
-    for said in (b"[1]", b"{", b"\xff"):
+    for said in (b"[1]", b"{", b"\xff", b"[" * 100_000):
         with pytest.raises(CorruptTransfer, match="a call"):
             decoded(said, "a call")
+    for said in (b'{"what": "x", "ranks": {"a": 1}}', b'{"ranks": {"1": ' + b"[" * 100_000):
+        with pytest.raises(CorruptTransfer, match="an error"):
+            error_in(said)
     for said in (b"one", b"\xff"):
         with pytest.raises(CorruptTransfer):
             numbers(said)
+
+
+class _Late:
+    """A communicator that comes when nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self.may_come = threading.Event()
+        self.closed = threading.Event()
+
+    def opened(self, *args: Any) -> _Late:
+        assert self.may_come.wait(30)
+        return self
+
+    def close(self) -> bool:
+        self.closed.set()
+        return True
+
+
+def _made(host: Rendezvous, deadline: Deadline) -> None:
+    made(host, Call(group=1, members=(1,)), 0, HOST, torch.device("cpu"), deadline)
+
+
+def _made_together(host: Rendezvous, deadline: Deadline) -> None:
+    trainer = Member(rank=0, world_size=2, first=0, workers=1, device="any")
+    made_together(host, trainer, 0, HOST, torch.device("cpu"), deadline)
+
+
+@pytest.mark.parametrize("make", [_made, _made_together])
+def test_a_communicator_that_is_given_up_while_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[Rendezvous, Deadline], None]
+) -> None:
+    """It is closed when it comes: nothing of it is left."""
+    late = _Late()
+    for module in (meeting, native_meeting):
+        monkeypatch.setattr(module, "opened", late.opened)
+    with pytest.raises(Timeout, match="communicator"):
+        make(_hosted(), Deadline(0.2))
+    assert not late.closed.is_set()
+    late.may_come.set()
+    assert late.closed.wait(30)

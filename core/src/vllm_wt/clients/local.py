@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -38,8 +37,6 @@ _SLACK_S = 60.0
 _CALL_S = 300.0
 """Seconds that a call without a deadline of its own may take: with start and finish, vLLM waits for
 the step in progress, and finish commits the weights."""
-_SENT_S = 0.0001
-"""Seconds that it takes to send a call from another thread."""
 _LOOK_S = 0.25
 """Seconds between two looks at whether an engine that has not answered lives."""
 
@@ -70,8 +67,8 @@ class LocalClient:
         self._slack_s = slack_s
         self._takes_version = _takes_version(llm)
         self._caller = Caller("vllm-wt-llm")
-        self._left: Answer | None = None
-        """That of a round which the workers have said is committed: nobody has waited for it."""
+        self._last: Answer | None = None
+        """Of the last call, whether anybody has waited for it or not."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call(
@@ -116,21 +113,20 @@ class LocalClient:
         if call is None or self._resources is None:
             return None
         limit = call_limit_s(update_info, default_s=ROUND_S, slack_s=self._slack_s)
-        answer = self._begun("run_round", call, limit)
-        # It is on its way as soon as its thread has had the interpreter, which we would keep busy.
-        time.sleep(_SENT_S)
-        return answer
+        return self._begun("run_round", call, limit)
 
-    def committed(self, answer: Answer, weight_version: str) -> None:
-        """See `vllm_wt.link.WeightSyncClient`."""
-        self._left = answer
-        set_version = self._set_version
-        if set_version is not None:
-            set_version(weight_version)
+    @property
+    def may_leave(self) -> bool:
+        """See `vllm_wt.link.WeightSyncClient`.
+
+        Not where vLLM keeps a version, which takes a call behind the round's: whoever has the `LLM`
+        would make calls of their own by then, and it takes one at a time.
+        """
+        return self._set_version is None
 
     @property
     def _set_version(self) -> Callable[[str], None] | None:
-        """Since vLLM 0.27, which keeps a version."""
+        """Since vLLM 0.27; a call to the engine."""
         set_version: Callable[[str], None] | None = getattr(
             self._llm.llm_engine, "set_weight_version", None
         )
@@ -197,14 +193,22 @@ class LocalClient:
         return self._begun(where, function, seconds).result()
 
     def _begun(self, where: str, function: Callable[[], Any], seconds: float) -> Answer:
-        """A call on a thread of its own, after the one before."""
-        left, self._left = self._left, None
-        if left is not None:
-            with suppress(Exception):  # an engine that has died says so anew
-                left.result()
+        """A call on a thread of its own, when the one before has come to its end, or its time is over:
+        that may have been interrupted, or left, and an `LLM` whose calls overlap aborts the process.
+
+        Raises:
+            PeerDead: The engine has died.
+            Timeout: It does not answer the one before either.
+        """
         resources = self._resources
+        deadline = Deadline(seconds)
+        while self._last is not None and not self._last.is_over(min(_LOOK_S, deadline.remaining())):
+            _check_dead(resources, where)
+            if deadline.expired:
+                raise _unanswered(where, seconds)
         future = self._caller(function)
-        return Answer(future, where, seconds, lambda: _check_dead(resources, where))
+        self._last = Answer(future, where, seconds, lambda: _check_dead(resources, where))
+        return self._last
 
 
 class AsyncLocalClient:
@@ -341,7 +345,11 @@ class AsyncLocalClient:
             coroutine.close()
             raise _loop_ended(where) from error
         with _typed(where):
-            return Answer(future, where, seconds, lambda: self._check_alive(where)).result()
+            answer = Answer(future, where, seconds, lambda: self._check_alive(where))
+            try:
+                return answer.result()
+            finally:
+                future.cancel()  # the coroutine, of which nobody hears any more
 
     def _check_alive(self, where: str) -> None:
         if self._loop.is_closed() or not self._loop.is_running():
@@ -374,7 +382,7 @@ class Answer:
     """That of a call under way: what it returns, or a typed error in time.
 
     Args:
-        future: Of the call; it is cancelled when its time is over, or once ``check`` raises.
+        future: Of the call.
         where: Which call.
         seconds: That it may take.
         check: Raises once the engine is no more.
@@ -398,21 +406,22 @@ class Answer:
             PeerDead: The engine has died.
             Timeout: The time of the call is over.
         """
-        try:
-            if _has_ended(self._future, min(seconds, self._deadline.remaining())):
-                return True
-            self._check()
-            if self._deadline.expired:
-                raise Timeout(
-                    "The engine did not answer",
-                    where=self._where,
-                    expected=f"within {self._deadline.seconds:g} s",
-                    cure="look for an engine that is stopped, or a blocked event loop",
-                )
-        except BaseException:
-            self._future.cancel()  # a coroutine too, where its loop still runs
-            raise
+        if _has_ended(self._future, min(seconds, self._deadline.remaining())):
+            return True
+        self._check()
+        if self._deadline.expired:
+            raise _unanswered(self._where, self._deadline.seconds)
         return False
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether it has come, or its time is over, which is waited for.
+
+        Args:
+            seconds: At most.
+        """
+        return _has_ended(self._future, min(seconds, self._deadline.remaining())) or (
+            self._deadline.expired
+        )
 
     def result(self) -> Any:
         """What the call has returned.
@@ -428,6 +437,15 @@ class Answer:
                 return self._future.result()
         except concurrent.futures.CancelledError:
             raise _loop_ended(self._where) from None  # by whoever ended the loop's tasks
+
+
+def _unanswered(where: str, seconds: float) -> Timeout:
+    return Timeout(
+        "The engine did not answer",
+        where=where,
+        expected=f"within {seconds:g} s",
+        cure="look for an engine that is stopped, or a blocked event loop",
+    )
 
 
 def _has_ended(future: Future[Any], seconds: float) -> bool:

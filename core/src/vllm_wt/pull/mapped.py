@@ -167,6 +167,7 @@ class Mapped:
 
     def _await_digests(self, ticket: int, deadline: Deadline) -> None:
         while int(self._signals[DIGESTED]) < ticket:
+            self.require_kept()
             self._transport.check(self._owner)
             deadline.check(
                 "The trainer has not made the weights readable in time",

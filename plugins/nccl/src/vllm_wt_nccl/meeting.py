@@ -19,7 +19,8 @@ from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.fabrics import opened
 from vllm_wt_nccl.info import Call
 from vllm_wt_nccl.keys import Keys
-from vllm_wt_nccl.rendezvous import Rendezvous, bounded
+from vllm_wt_nccl.quarantine import give_up_when_made
+from vllm_wt_nccl.rendezvous import Rendezvous, awaited
 
 WORKERS = "workers"
 """How many workers have come, which numbers them from 1."""
@@ -49,7 +50,7 @@ class Watch:
             return
         if self._rendezvous.has(self._keys.failed, self._deadline):
             said = self._rendezvous.get(self._keys.failed, self._deadline, "an error")
-            raise from_facts(decoded(said, "an error"))
+            raise error_in(said)
         self._next = time.monotonic() + _LOOK_S
 
 
@@ -82,11 +83,24 @@ def decoded(said: bytes, what: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(said)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise _corrupt(said, what, "a JSON object")
     return found
+
+
+def error_in(said: bytes) -> WeightTransferError:
+    """The error whose facts somebody has left.
+
+    Raises:
+        CorruptTransfer: They are none.
+    """
+    facts = decoded(said, "an error")
+    try:
+        return from_facts(facts)
+    except (ValueError, TypeError, RecursionError):
+        raise _corrupt(said, "an error", "its facts") from None
 
 
 def _corrupt(said: bytes, what: str, expected: str) -> CorruptTransfer:
@@ -124,11 +138,15 @@ def made(
     """
     store = rendezvous.apart(f"group/{call.group}/{sender}", deadline)
     size = 1 + len(call.members)
-    communicator: Communicator = bounded(
-        Caller("vllm-wt-communicator"),
-        lambda: opened(store, rank, size, address, device, deadline.remaining()),
-        deadline,
-        "Not all members have come to the communicator in time",
-        where=f"rank {rank} of {size}, {device}",
+    making = Caller("vllm-wt-communicator")(
+        lambda: opened(store, rank, size, address, device, deadline.remaining())
     )
+    what = "Not all members have come to the communicator in time"
+    try:
+        communicator: Communicator = awaited(
+            making, deadline, what, where=f"rank {rank} of {size}, {device}"
+        )
+    except BaseException:
+        give_up_when_made(making)
+        raise
     return communicator

@@ -12,10 +12,8 @@ from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.native_keys import OVER, ROUND
 from vllm_wt_nccl.native_meeting import TELL_S, leave_error, told, watching
+from vllm_wt_nccl.quarantine import give_up
 from vllm_wt_nccl.rendezvous import Rendezvous
-
-_quarantine: list[Communicator] = []
-"""Those that may still write to the buffers that they hold."""
 
 
 class Group:
@@ -126,7 +124,7 @@ class Group:
             return
         if self._rendezvous is not None:
             leave_error(self._rendezvous, OVER, error, deadline)
-        _quarantine[:] = [each for each in (*_quarantine, communicator) if not each.close()]
+        give_up(communicator)
 
     def close(self) -> None:
         """Leave it, which ends it for all; idempotent."""

@@ -24,12 +24,12 @@ from vllm_wt.errors import (
     CorruptTransfer,
     InvalidInfo,
     PeerDead,
+    Timeout,
     WeightTransferError,
-    from_facts,
 )
 from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.fabrics import opened
-from vllm_wt_nccl.meeting import decoded
+from vllm_wt_nccl.meeting import decoded, error_in
 from vllm_wt_nccl.native_keys import (
     CAME,
     CLOSED,
@@ -43,6 +43,7 @@ from vllm_wt_nccl.native_keys import (
     TRAINER,
 )
 from vllm_wt_nccl.native_members import Member, missing, require_fitting
+from vllm_wt_nccl.quarantine import give_up_when_made
 from vllm_wt_nccl.rendezvous import Rendezvous, bounded
 
 TELL_S = 2.0
@@ -63,7 +64,7 @@ def watching(rendezvous: Rendezvous, key: str, deadline: Deadline) -> Callable[[
         # After the deadline whoever waits says what for.
         if not deadline.expired and rendezvous.has(key, deadline):
             said = rendezvous.get(key, deadline, "an error")
-            raise from_facts(decoded(said, "an error"))
+            raise error_in(said)
 
     return watch
 
@@ -101,14 +102,24 @@ def gathered(rendezvous: Rendezvous, trainer: Member, deadline: Deadline) -> lis
     failed = watching(rendezvous, FAILED, deadline)
     rendezvous.put(TRAINER, json.dumps(trainer.to_wire()), deadline)
     workers: list[Member] = []
-    while len(workers) < trainer.world_size - 1:
+
+    def require_time() -> None:
         deadline.check(
             "Not all workers have come to the trainer",
             where=f"{rendezvous.address}, port {rendezvous.port}",
             got=missing(trainer, workers),
         )
-        failed()
-        if rendezvous.add(CAME, 0, deadline) > len(workers):
+
+    while len(workers) < trainer.world_size - 1:
+        require_time()
+        try:
+            failed()
+            came = rendezvous.add(CAME, 0, deadline)
+        except Timeout as error:  # of a worker, maybe: who is missing says more
+            require_time()
+            error.got = error.got or missing(trainer, workers)
+            raise
+        if came > len(workers):
             workers = _members(rendezvous.get(MEMBERS, deadline, "The workers do not say who"))
             require_fitting(trainer, workers)
         else:
@@ -118,10 +129,17 @@ def gathered(rendezvous: Rendezvous, trainer: Member, deadline: Deadline) -> lis
     return workers
 
 
-def let_hear(rendezvous: Rendezvous, error: WeightTransferError) -> None:
-    """The trainer's side has failed: keep the store until those that have come know why."""
+def let_hear(rendezvous: Rendezvous, error: WeightTransferError, remaining: float) -> None:
+    """The trainer's side has failed: keep the store until those that have come know why.
+
+    Args:
+        rendezvous: Its.
+        error: Why.
+        remaining: Seconds that it had left for all to come.
+    """
     with suppress(WeightTransferError):
-        deadline = Deadline(_REFUSED_S if isinstance(error, InvalidInfo) else TELL_S)
+        refused = isinstance(error, InvalidInfo)
+        deadline = Deadline(max(TELL_S, min(_REFUSED_S, remaining)) if refused else TELL_S)
         rendezvous.offer(FAILED, json.dumps(error.facts()), deadline)
         rendezvous.put(CLOSED, "", deadline)
         if not rendezvous.has(MEMBERS, deadline):
@@ -242,14 +260,14 @@ def made_together(
         lambda: opened(store, rank, size, address, device, deadline.remaining())
     )
     what = "Not all members have come to the communicator in time"
-    while not making.done():
-        with suppress(Exception):
-            making.exception(min(0.05, deadline.remaining()))
-        if not making.done():
-            deadline.check(what, where=f"rank {rank} of {size}, {device}")
-            failed()
-    communicator: Communicator = making.result()
     try:
+        while not making.done():
+            with suppress(Exception):
+                making.exception(min(0.05, deadline.remaining()))
+            if not making.done():
+                deadline.check(what, where=f"rank {rank} of {size}, {device}")
+                failed()
+        communicator: Communicator = making.result()
         made = rendezvous.add(MADE, 1, deadline)
         while rank == 0 and made < size:
             failed()
@@ -261,7 +279,7 @@ def made_together(
         else:
             rendezvous.get(COMPLETE, deadline, what, failed)
     except BaseException:
-        communicator.close()
+        give_up_when_made(making)
         raise
     return communicator
 

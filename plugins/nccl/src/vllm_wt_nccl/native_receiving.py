@@ -165,7 +165,7 @@ class Receiving:
 
     def _rows(self, number: int) -> list[Any]:
         """What the trainer says is in a parcel; nothing, where that cannot be had."""
-        with suppress(WeightTransferError, ValueError, KeyError, TypeError):
+        with suppress(WeightTransferError, ValueError, KeyError, TypeError, RecursionError):
             key = Keys(self._ticket).rows
             for line in self._group.rendezvous.get(key, self._deadline, "the rows").splitlines():
                 found = json.loads(line)

@@ -51,7 +51,7 @@ def trainer_init(init_info: Any) -> Group:
     try:
         return _grouped(rendezvous, place, deadline)
     except BaseException as error:
-        let_hear(rendezvous, told(error, "The trainer"))
+        let_hear(rendezvous, told(error, "The trainer"), deadline.remaining())
         rendezvous.close()  # whoever keeps the error does not keep the port
         raise
 

@@ -300,7 +300,11 @@ def bounded(
         Timeout, Aborted: The deadline has passed, or was cancelled.
         Exception: What else it raises.
     """
-    future: Future[Any] = caller(function)
+    return awaited(caller(function), deadline, what, where=where)
+
+
+def awaited(future: Future[Any], deadline: Deadline, what: str, *, where: str) -> Any:
+    """The same of a function that was called."""
     while not _has_ended(future, min(_LOOK_S, deadline.remaining())):
         deadline.check(what, where=where)
     try:

@@ -29,6 +29,7 @@ from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
 from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.meeting import made, numbers, tell
 from vllm_wt_nccl.options import require_address, require_port, require_senders
+from vllm_wt_nccl.quarantine import give_up, release
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 
 if TYPE_CHECKING:
@@ -100,8 +101,6 @@ class NcclTrainer(TrainerWeightTransferEngine):
         self._rendezvous: Rendezvous | None = None
         self._communicator: Communicator | None = None
         self._call = Call(group=0, members=())
-        self._quarantine: list[Communicator] = []
-        """Those that may still read the buffers that they hold."""
         self._under_way: dict[int, list[Broadcast]] = {}
         """Of each bucket that was sent and may not have been read out yet."""
         self._deadline = Deadline(ROUND_S)
@@ -351,11 +350,10 @@ class NcclTrainer(TrainerWeightTransferEngine):
 
     def _drop_communicator(self) -> None:
         communicator, self._communicator = self._communicator, None
-        if communicator is not None and not communicator.close():
-            self._quarantine.append(communicator)
+        if communicator is not None and not give_up(communicator):
             self._ring = self._digests = None  # they are in use
             self._is_ready = False
-        self._quarantine = [each for each in self._quarantine if not each.close()]
+        release()
 
     def _forget(self, ticket: int) -> None:
         """What was left for an attempt that nobody asks for any more."""

@@ -19,6 +19,7 @@ from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
 from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.meeting import WORKERS, Watch, decoded, made, tell
+from vllm_wt_nccl.quarantine import give_up, release
 from vllm_wt_nccl.receiving import Receiving, arena_nbytes
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 from vllm_wt_nccl.schedule import Schedule
@@ -58,7 +59,6 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         """By which this worker is known at the rendezvous."""
         self._communicator: Communicator | None = None
         self._group = 0
-        self._quarantine: list[Communicator] = []
         """Those that may still write to the buffers that they hold."""
         self._deadline: Deadline | None = None
         self._given_up: str | None = None
@@ -178,7 +178,7 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         if self._communicator is not None and self._group == call.group:
             return
         self._close_communicator()
-        self._release_quarantine()
+        release()
         if self._number not in call.members:
             raise Aborted(
                 "The trainer sends to others in this round",
@@ -207,14 +207,10 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
 
     def _drop(self) -> None:
         self._close_communicator()
-        self._release_quarantine()
+        release()
         self._receiving = self._rendezvous = None
 
     def _close_communicator(self) -> None:
         communicator, self._communicator = self._communicator, None
-        if communicator is not None and not communicator.close():
-            self._quarantine.append(communicator)
+        if communicator is not None and not give_up(communicator):
             self._arena.abandon()  # buckets may still come into it
-
-    def _release_quarantine(self) -> None:
-        self._quarantine = [each for each in self._quarantine if not each.close()]
