@@ -243,6 +243,49 @@ def test_an_interrupt_while_the_engine_is_asked(sync, engine, loader, state):
     assert_equal(loader.weights, state)
 
 
+def test_an_interrupt_while_the_workers_load(sync, engine, loader, state):
+    """They have what was published, and end with that."""
+    loading, interrupted = threading.Event(), threading.Event()
+
+    def interrupt():
+        if loading.is_set() and not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    apply = loader.apply
+
+    def slow(weights):
+        loading.set()
+        assert interrupted.wait(30)
+        apply(weights)
+
+    engine.require_alive, loader.apply = interrupt, slow
+    with pytest.raises(KeyboardInterrupt):
+        sync.push(2)
+    assert_equal(loader.weights, state)
+    assert sync.status() == held(engine, 2)
+    loader.apply = apply
+    sync.push(3)
+
+
+def test_an_interrupt_while_digests_are_made(sync, engine, loader, state):
+    """Workers that need them cannot end by themselves, the others do."""
+    old = {name: tensor.clone() for name, tensor in loader.weights.items()}
+    send = sync._trainer.send
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    sync._trainer.send = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        sync.push(2)
+    sync._trainer.send = send
+    assert_equal(loader.weights, old if sync._trainer._verify == "digest" else state)
+    assert sync.status()[0].torn is False
+    sync.push(3)
+    assert sync.status() == held(engine, 3)
+
+
 def test_a_worker_that_waits_for_digests_hears_of_an_end(connect, engine, loader, state):
     sync = connect(engine, StateDictSource(state), verify="digest")
     sync.push(0)

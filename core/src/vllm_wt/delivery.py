@@ -17,6 +17,8 @@ from vllm_wt.serving import Serving, reading
 
 logger = logging.getLogger(__name__)
 
+_LET_END_S = 0.25
+"""Seconds that a round of one call has to end by itself after an interrupt; it takes milliseconds."""
 _DELIVERED_S = 0.001
 """Seconds between two looks at whether the workers have reported."""
 _POLL_FIRST_S, _POLL_MAX_S = 0.25, 2.0
@@ -167,6 +169,9 @@ class Delivery:
         replaced = None
         try:
             if self._is_asked:
+                # An interrupt is no reason to take away in the middle what is there, and right.
+                if not isinstance(error, Exception) and self._trainer.went_ahead:
+                    self._links[0].let_end(_LET_END_S)
                 self._withdraw()
                 self._drop()
             if self._serving is not None:
@@ -244,8 +249,9 @@ class Delivery:
         if self._at_once:
             (link,) = self._links
             end = link.end_round if self._is_asked else link.run_round
+            has_ended = end(self._version, self._deadline)
             self._is_asked = False
-            if end(self._version, self._deadline):
+            if has_ended:
                 link.resume()
                 return
             self._at_once = False
