@@ -59,7 +59,7 @@ class LocalClient:
     """
 
     idle_between_calls = True
-    """See `vllm_wt.link.WeightSyncClient`."""
+    """See `vllm_wt.clients.protocol.WeightSyncClient`."""
 
     def __init__(self, llm: LLM, *, call_s: float = _CALL_S, slack_s: float = _SLACK_S) -> None:
         self._llm = llm
@@ -99,7 +99,7 @@ class LocalClient:
     def run_round(
         self, update_info: dict[str, Any], weight_version: str
     ) -> list[dict[str, float] | None] | None:
-        """See `vllm_wt.link.WeightSyncClient`."""
+        """See `vllm_wt.clients.protocol.WeightSyncClient`."""
         call = self._round(update_info, weight_version)
         if call is None:
             return None
@@ -108,7 +108,7 @@ class LocalClient:
         return told
 
     def ask_round(self, update_info: dict[str, Any], weight_version: str) -> Answer | None:
-        """See `vllm_wt.link.WeightSyncClient`."""
+        """See `vllm_wt.clients.protocol.WeightSyncClient`."""
         call = self._round(update_info, weight_version)
         if call is None or self._resources is None:
             return None
@@ -117,7 +117,7 @@ class LocalClient:
 
     @property
     def may_leave(self) -> bool:
-        """See `vllm_wt.link.WeightSyncClient`.
+        """See `vllm_wt.clients.protocol.WeightSyncClient`.
 
         Not where vLLM keeps a version, which takes a call behind the round's: whoever has the `LLM`
         would make calls of their own by then, and it takes one at a time.
@@ -154,7 +154,7 @@ class LocalClient:
             return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
 
     def configured_backend(self) -> str:
-        """See `vllm_wt.link.WeightSyncClient`."""
+        """See `vllm_wt.clients.protocol.WeightSyncClient`."""
         with _typed("configured_backend"):
             return _backend_of(self._llm.llm_engine.vllm_config)
 
@@ -288,7 +288,7 @@ class AsyncLocalClient:
             return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
 
     def configured_backend(self) -> str:
-        """See `vllm_wt.link.WeightSyncClient`."""
+        """See `vllm_wt.clients.protocol.WeightSyncClient`."""
         with _typed("configured_backend"):
             return _backend_of(self._engine.vllm_config)
 

@@ -451,7 +451,7 @@ class RelayClient:
         return text_or_none(self._optional("weight_version"), where="weight_version")
 
     def configured_backend(self) -> str | None:
-        """See `vllm_wt.link.WeightSyncClient`."""
+        """See `vllm_wt.clients.protocol.WeightSyncClient`."""
         return text_or_none(self._optional("configured_backend"), where="configured_backend")
 
     def pause(self) -> None:

@@ -201,7 +201,7 @@ class HttpClient:
         return text_or_none(said, where=reply.where)
 
     def configured_backend(self) -> str | None:
-        """See `vllm_wt.link.WeightSyncClient`; None where the server does not tell."""
+        """See `vllm_wt.clients.protocol.WeightSyncClient`; None where the server does not tell."""
         reply = self._get("/server_info?config_format=json")
         if reply.status != 200:
             return None
