@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -275,15 +274,15 @@ class EngineLink:
         return True
 
     def _has_heard(self) -> bool:
-        """Wait until all workers have said that they have committed; False if the answer came first.
+        """Wait until all workers have said that they have committed; False if the answer came first, or
+        is what counts.
 
         It comes later, by the time that it takes to wake the threads of vLLM that it passes.
         """
         assert self._answer is not None
-        workers = math.inf  # none of whom is listened to
-        if self.workers is not None and getattr(self.client, "may_leave", False) is True:
-            workers = self.workers
-        seconds = self._seconds
+        workers, seconds = self.workers, self._seconds
+        if workers is None or getattr(self.client, "may_leave", False) is not True:
+            return False  # nor need anybody listen
         while not self._made("run_round", self._answer.has_come, _LISTEN_S):
             took = time.perf_counter() - self._asked
             if not seconds["wire"] and self._trainer.delivered() >= workers:

@@ -44,7 +44,7 @@ from vllm_wt_nccl.native_keys import (
 )
 from vllm_wt_nccl.native_members import Member, missing, require_fitting
 from vllm_wt_nccl.quarantine import give_up_when_made
-from vllm_wt_nccl.rendezvous import Rendezvous, bounded
+from vllm_wt_nccl.rendezvous import Rendezvous, awaited, bounded
 
 TELL_S = 2.0
 """Seconds that it may take to tell the others of a failure, or to see that they have heard."""
@@ -261,13 +261,9 @@ def made_together(
     )
     what = "Not all members have come to the communicator in time"
     try:
-        while not making.done():
-            with suppress(Exception):
-                making.exception(min(0.05, deadline.remaining()))
-            if not making.done():
-                deadline.check(what, where=f"rank {rank} of {size}, {device}")
-                failed()
-        communicator: Communicator = making.result()
+        communicator: Communicator = awaited(
+            making, deadline, what, where=f"rank {rank} of {size}, {device}", watch=failed
+        )
         made = rendezvous.add(MADE, 1, deadline)
         while rank == 0 and made < size:
             failed()

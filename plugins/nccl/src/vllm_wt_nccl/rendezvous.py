@@ -303,10 +303,19 @@ def bounded(
     return awaited(caller(function), deadline, what, where=where)
 
 
-def awaited(future: Future[Any], deadline: Deadline, what: str, *, where: str) -> Any:
-    """The same of a function that was called."""
+def awaited(
+    future: Future[Any],
+    deadline: Deadline,
+    what: str,
+    *,
+    where: str,
+    watch: Callable[[], None] | None = None,
+) -> Any:
+    """The same of a function that was called; ``watch`` is called now and then, and may raise."""
     while not _has_ended(future, min(_LOOK_S, deadline.remaining())):
         deadline.check(what, where=where)
+        if watch is not None:
+            watch()
     try:
         return future.result()
     except RuntimeError as error:
