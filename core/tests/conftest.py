@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -151,6 +152,9 @@ class MappingTransport(MemoryTransport):
     def progress(self) -> None:
         self.polls += 1
 
+    def listen(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def map(self, owner: str) -> list[torch.Tensor]:
         return self.fabric.mapped(self.fabric.exposed[self._open[owner]])
 
@@ -183,6 +187,9 @@ class DictLoader:
         return None
 
     def require_awake(self) -> None:
+        return None
+
+    def look(self) -> None:
         return None
 
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

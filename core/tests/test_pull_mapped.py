@@ -60,7 +60,7 @@ class KeepingLoader(DictLoader):
         super().apply(weights)
         self.during()
 
-    def apply_batch(self, number, weights):
+    def apply_batch(self, number, weights, *, looked=False):
         self.numbers.append(number)
         self.apply(weights)
 

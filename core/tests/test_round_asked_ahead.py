@@ -67,7 +67,18 @@ def connect(monkeypatch, mapping_cls):
 class BatchLoader(DictLoader):
     """One that can be loaded at once, too."""
 
-    def apply_batch(self, number, weights):
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        """Since the last batch."""
+
+    def look(self):
+        self.looks += 1
+
+    def apply_batch(self, number, weights, *, looked):
+        assert looked
+        assert self.looks  # a round that was given up may have looked, too
+        self.looks = 0
         self.apply(weights)
 
 
@@ -176,6 +187,21 @@ def test_the_engine_waits_for_what_is_published(sync, engine, loader, source, st
     sync.push(2)
     assert_equal(loader.weights, state)
     assert loader.weights["a"].eq(7).all()
+
+
+def test_a_model_that_is_written_at_once_is_looked_at_before_the_trainer_publishes(
+    sync, loader, source
+):
+    streams = sync._trainer._staging == "none"  # else it is looked at when all is verified
+    deadline = Deadline(10)
+
+    def wait():
+        while streams and not loader.looks:
+            deadline.check("The worker does not look at its model before there are weights")
+            deadline.wait(0.001)
+
+    source.before_look = wait
+    sync.push(2)
 
 
 def test_the_workers_word_is_enough(sync, engine, loader, source, state):
@@ -320,8 +346,8 @@ def test_a_word_of_the_round_before_is_none_of_this(sync, engine, loader, source
     """Its number is another one."""
     sync.push(2)
     trainer = sync._trainer
-    assert (trainer.delivered(), trainer.committed()) == (1, 1)
-    source.before_look = lambda: numbers.append((trainer.delivered(), trainer.committed()))
+    assert (trainer.delivered(), trainer.committed(0.0)) == (1, 1)
+    source.before_look = lambda: numbers.append((trainer.delivered(), trainer.committed(0.0)))
     numbers = []
     sync.push(3)
     assert numbers == [(0, 0)]

@@ -414,6 +414,16 @@ def test_batches_come_in_order_and_once():
     assert is_in(model, weights) == [True] * 3
 
 
+def test_what_was_looked_at_ahead_is_where_the_parameters_are():
+    model, loader = made(by_name, "a", "b")
+    weights = weights_of("a", "b")
+    connect(loader, weights, 1 << 20)
+    model.a.weight.data = torch.zeros(2, 3)
+    loader.look()
+    loader.apply_batch(0, weights, looked=True)
+    assert is_in(model, weights) == [True] * 2
+
+
 def test_an_update_that_was_begun_is_ended_by_one_at_once():
     model, loader = made(by_name, "a", "b")
     weights = weights_of("a", "b")

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -258,9 +259,14 @@ class TrainerWeightTransferEngine(ABC):
         been told, and must be asked again."""
         return False
 
-    def committed(self) -> int:
+    def committed(self, seconds: float) -> int:
         """How many workers have told the trainer by themselves that they have committed what they were
-        asked for ahead; 0 where the backend's do not tell."""
+        asked for ahead; 0 where the backend's do not tell.
+
+        Args:
+            seconds: To wait at most for one to say something, of this or of anything else.
+        """
+        time.sleep(seconds)
         return 0
 
     def withdraw(self) -> None:  # noqa: B027

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 _SENT_S = 0.0001
 """Seconds that it takes to send a call from another thread."""
-_LISTEN_S = 0.00005
-"""Seconds between two looks at what workers say of a round, which lasts some milliseconds."""
+_LISTEN_S = 0.001
+"""Seconds to listen to the workers between two looks whether the engine has answered first."""
 
 
 @dataclass(frozen=True)
@@ -283,11 +283,12 @@ class EngineLink:
         workers, seconds = self.workers, self._seconds
         if workers is None or getattr(self.client, "may_leave", False) is not True:
             return False  # nor need anybody listen
-        while not self._made("run_round", self._answer.has_come, _LISTEN_S):
+        while not self._made("run_round", self._answer.has_come, 0.0):
+            has_committed = self._trainer.committed(_LISTEN_S) >= workers
             took = time.perf_counter() - self._asked
             if not seconds["wire"] and self._trainer.delivered() >= workers:
                 seconds["wire"] = took
-            if self._trainer.committed() >= workers:
+            if has_committed:
                 seconds["load"] = took - seconds["wire"]
                 return True
         return False

@@ -308,17 +308,20 @@ class WorkerRound:
             )
         self._require_no_receive()
         assert self._intake is not None
+        here = self._intake.at_hand and info.op == "all"
         staging: Staging | Streaming
         if self._intake.batches is None:
             staging = Staging(self._intake.plan.manifest, self._known)
         else:
             staging = Streaming(self._intake, self._loader, self._tear, self._known)
+            if here:  # while the trainer may still be looking at its own
+                staging.look()
         self._update, self._staging = info, staging
         self._receive = Receive(
             lambda: self._engine.receive_weights(info, staging),
             self._thread_context,
             Deadline(info.deadline_s),
-            here=self._intake.at_hand and info.op == "all",
+            here=here,
         )
         self.state = State.RECEIVING
 

@@ -178,6 +178,9 @@ class MappingTransport(Transport, Protocol):
             CorruptTransfer, InvalidInfo: It is no handle.
         """
 
+    def listen(self, seconds: float) -> None:
+        """Wait until a reader says something, for so long at most; `progress` takes it in (owner)."""
+
     def map(self, owner: str) -> Sequence[torch.Tensor]:
         """The buffers of an open owner, in the order of its region: uint8, of its own memory. Valid
         until :meth:`close`, whatever becomes of the owner."""

@@ -367,6 +367,7 @@ def test_a_closed_transport_says_so(bench: Any) -> None:
         lambda: reader.expose(region, 1),
         lambda: reader.revoke(1),
         reader.progress,
+        lambda: reader.listen(0.0),
         lambda: reader.readers(1),
         lambda: reader.open("owner", 1, b"", bench.deadline()),
         lambda: reader.prepare(region, []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -242,6 +243,23 @@ def test_the_owner_learns_who_has_which_ticket(bench: Any) -> None:
     assert owner.ask("reported", ticket=6) == []
     with pytest.raises(WrongOrder):
         readers[0].notify("other", 1)
+
+
+def test_an_owner_that_listens_hears_who_comes_and_what_is_reported(bench: Any) -> None:
+    owner, reader = bench.reader("owner"), bench.reader("r0")
+    handle = owner.expose(owner.register([owner.allocate(10, torch.device("cpu"))]), 1)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(reader.open, "owner", 1, handle, bench.deadline())
+        while not opened.done():
+            owner.listen(0.01)
+            owner.progress()
+        opened.result()
+        owner.listen(0.001)  # nobody says anything
+        assert not owner.readers(6)
+        pool.submit(reader.notify, "owner", 6)
+        owner.listen(60)
+        owner.progress()
+        assert owner.readers(6) == {"r0"}
 
 
 def test_memory_that_moves_leaves_nothing_behind(bench: Any) -> None:

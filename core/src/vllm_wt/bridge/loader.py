@@ -93,7 +93,10 @@ class ModelWeights:
             self._refresh(target)
         compat.synchronize(self._device)
 
-    def apply_batch(self, number: int, weights: Weights) -> None:
+    def look(self) -> None:
+        self._current()
+
+    def apply_batch(self, number: int, weights: Weights, *, looked: bool = False) -> None:
         expected, self._next = self._next, 0
         if number not in {0, expected}:
             raise WrongOrder(
@@ -103,7 +106,7 @@ class ModelWeights:
                 got=f"batch {number}",
                 cure="load a whole update anew, from its first batch",
             )
-        target = self._ready() if number else self._current()
+        target = self._ready() if number or looked else self._current()
         part = target.parts[number]
         if not self._knows(number, weights):
             part.require_names(weights)

@@ -93,7 +93,14 @@ class ModelLoader(Protocol):
             Exception: Of any class. The model can run, but mixes old and new weights.
         """
 
-    def apply_batch(self, number: int, weights: Weights) -> None:
+    def look(self) -> None:
+        """See where the model has its tensors now, which takes some time, ahead of the first batch.
+
+        Raises:
+            WrongOrder: It has no memory now.
+        """
+
+    def apply_batch(self, number: int, weights: Weights, *, looked: bool = False) -> None:
         """Load one batch, and with the last one what modules keep of others.
 
         After the first call the model mixes old and new weights, until the last one has returned:
@@ -105,6 +112,8 @@ class ModelLoader(Protocol):
             number: Of the batch: 0, 1 and so on. 0 begins an update, which gives up one that is not
                 at its end; so does whatever fails.
             weights: Exactly the batch's tensors, in order.
+            looked: Whether nothing but :meth:`look` has run in this process since the model was last
+                looked at.
 
         Raises:
             WrongOrder: It is another batch's turn.

@@ -157,6 +157,16 @@ class Streaming:
         self._first = first
         self._known = Known() if known is None else known
         self._loaded = 0
+        self._looked = False
+
+    def look(self) -> None:
+        """Look at the model ahead of the first batch, which this thread loads next, if anything.
+
+        Raises:
+            Exception: Of any class: the loader's.
+        """
+        self._loader.look()
+        self._looked = True
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the next batch.
@@ -180,7 +190,7 @@ class Streaming:
         if isinstance(received, Kept):
             self._known[number] = received
         self._first()
-        self._loader.apply_batch(number, received)
+        self._loader.apply_batch(number, received, looked=self._looked)
         self._loaded += 1
 
     def require_complete(self) -> None:

@@ -261,7 +261,13 @@ class PullTrainer(TrainerWeightTransferEngine):
     def delivered(self) -> int:
         return self._reported(self._ticket)
 
-    def committed(self) -> int:
+    def committed(self, seconds: float) -> int:
+        if not self._is_mapped:
+            return super().committed(seconds)
+        with self._lock:
+            transport: Any = self._transport
+            if transport is not None:
+                transport.listen(seconds)
         self._progress()  # nobody else does, in a round that was asked for ahead
         return self._reported(self._settled.committed(self._ticket))
 

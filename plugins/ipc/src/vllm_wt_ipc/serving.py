@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import hmac
+import math
+import select
 import socket
 import time
 from contextlib import suppress
@@ -90,6 +92,16 @@ class Server:
                 guest.connection.close()
         self._guests = [guest for guest in self._guests if guest.connection.fileno() >= 0]
         self._drop_strangers()
+
+    def listen(self, seconds: float) -> None:
+        """Wait until there is something to take in, for so long at most."""
+        if self._listener is None:
+            time.sleep(seconds)
+            return
+        poll = select.poll()
+        for each in (self._listener, *(guest.connection for guest in self._guests)):
+            poll.register(each, select.POLLIN)
+        poll.poll(math.ceil(seconds * 1e3))
 
     def close(self) -> None:
         """Hang up. Processes that were forked may hold copies of the sockets: they are shut down."""

@@ -139,6 +139,11 @@ class IpcTransport:
         self._require_usable("progress")
         self._server.progress()
 
+    def listen(self, seconds: float) -> None:
+        """Wait until somebody comes or says something, for so long at most."""
+        self._require_usable("listen")
+        self._server.listen(seconds)
+
     def readers(self, ticket: int) -> frozenset[str]:
         """Names of the readers that have notified ``ticket``; the latest few tickets are kept."""
         self._require_usable("readers")

@@ -49,7 +49,12 @@ class _Model:
     def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.weights = {name: tensor.clone() for name, tensor in weights}
 
-    def apply_batch(self, number: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def look(self) -> None:
+        """It stays where it is."""
+
+    def apply_batch(
+        self, number: int, weights: Iterable[tuple[str, torch.Tensor]], *, looked: bool = False
+    ) -> None:
         self.weights |= {name: tensor.clone() for name, tensor in weights}
 
 
