@@ -56,7 +56,8 @@ class WireInfo:
 
     def to_wire(self) -> dict[str, Any]:
         """The fields as JSON-safe data; :meth:`from_wire` is its inverse."""
-        wire: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        wire: dict[str, Any] = json.loads(json.dumps(own, default=asdict))
         return wire
 
     @classmethod

@@ -51,17 +51,19 @@ def test_importing_the_plugin_is_light() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "device", "expected"),
+    ("nbytes", "device", "senders", "expected"),
     [
-        (1 << 30, "cpu", 4 << 20),
-        (1000, "cuda", 8 << 20),
-        (1 << 30, "cuda", 44_740_608),  # a 24th, in whole blocks
-        (1 << 40, "cuda", 256 << 20),
+        (1 << 30, "cpu", 1, 4 << 20),
+        (1000, "cuda", 1, 8 << 20),
+        (1 << 30, "cuda", 1, 128 << 20),
+        (1 << 30, "cuda", 3, 44_740_608),  # a 24th, in whole blocks
+        (1 << 40, "cuda", 1, 256 << 20),
+        (1 << 40, "cuda", 8, 32 << 20),
     ],
 )
-def test_size_of_a_bucket(nbytes: int, device: str, expected: int) -> None:
+def test_size_of_a_bucket(nbytes: int, device: str, senders: int, expected: int) -> None:
     manifest = Manifest((TensorMeta("w", "uint8", (nbytes,)),))
-    assert default_nbytes(manifest, torch.device(device)) == expected
+    assert default_nbytes(manifest, torch.device(device), senders) == expected
 
 
 def test_a_trainer_with_another_kind_of_memory_is_refused() -> None:

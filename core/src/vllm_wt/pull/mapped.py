@@ -61,7 +61,8 @@ class Mapped:
         transport.open(handle.owner, handle.generation, handle.unwrap(backend=backend), deadline)
         buffers = transport.map(handle.owner)
         _require_as_announced(buffers, exposure, device)
-        self._signals = buffers[exposure.signals].view(torch.int64)
+        # Looked at several times a round, which a tensor would take longer for than for all else.
+        self._signals = buffers[exposure.signals].view(torch.int64).numpy()
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         self._weights = Kept(
             (tensor.name, view_as(buffers[exposure.buffer[tensor.name]], tensor))
