@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from vllm_wt.deadline import Deadline
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.packing import meta_of
-from vllm_wt.source import Announced, Cast, ModuleSource, StateDictSource, as_source
+from vllm_wt.source import Announced, Cast, ModuleSource, StateDictSource, as_source, take_part
 from vllm_wt.sources.announced import handed_over
+from vllm_wt.sources.gathering import gathers_within
 from vllm_wt.sources.whole import is_dtensor
 
 DEADLINE_S = 120
@@ -236,6 +238,27 @@ class Rank:
             os._exit(0)
         self.attempt("lost", as_source({"plain": torch.ones(1), "w": tensor}))
 
+    def late(self):
+        """The other rank comes to a gather when it has been given up."""
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        tensor = distribute_tensor(torch.arange(4.0), self.mesh, [Shard(0)])
+        store = torch.distributed.distributed_c10d._get_default_store()
+        source = as_source({"w": tensor})
+        if self.rank == 0:
+            deadline = Deadline(0.5)
+            with gathers_within(deadline):
+                self.attempt("late", source)
+            self.report["expired"] = deadline.expired
+            with gathers_within(Deadline(DEADLINE_S)):
+                self.attempt("after", source)
+            self.attempt("unbounded", source)
+            store.set("given up", "")
+        else:
+            store.wait(["given up"])
+            take_part(source, deadline_s=DEADLINE_S)
+        torch.distributed.barrier()
+
 
 def main(what, rank, folder):
     torch.set_num_threads(1)
@@ -439,6 +462,22 @@ def test_rank_that_died(tmp_path):
     assert survivor["lost"]["what"].startswith("Tensor 'w' could not be gathered")
     assert survivor["lost"]["got"]
     assert "every rank" in survivor["lost"]["cure"]
+
+
+def test_a_rank_that_does_not_come(folder):
+    """A gather that was left is never taken for another one."""
+    first, second = run_ranks("late", folder)
+    assert first["expired"]
+    late = first["late"]
+    assert (late["code"], late["what"]) == ("E05", "Tensor 'w' was not gathered in time")
+    assert late["expected"] == "all ranks of its mesh, within 0.5 s"
+    assert "take_part" in late["cure"]
+    for key in ("after", "unbounded"):
+        after = first[key]
+        assert after["code"] == "E10"
+        assert "did not come to an earlier gather" in after["what"]
+        assert "restart" in after["cure"]
+    assert second == {}  # it has found what it waited for
 
 
 if __name__ == "__main__":

@@ -131,3 +131,21 @@ def test_an_engine_that_refuses(connected, reader, step):
     assert (error["code"], error["what"]) == ("E16", "The engine refuses")
     assert_has(reader, "small", 1)
     assert_good_round(trainer, reader)
+
+
+def test_a_rank_that_does_not_take_part(forker, reader):
+    """The push ends in time, and no later one takes what that rank may still send."""
+    trainer = forker.trainer(2)
+    trainer.all("make", "fsdp2", "small", 1)
+    trainer.connect(reader, BUCKET)
+    trainer.push()
+    trainer.all("fill", 2)
+    for version, (code, what) in enumerate(
+        [("E05", "Tensor 'w0' was not gathered in time"), ("E10", "Tensor 'w0' is spread over")], 2
+    ):
+        trainer.first.call("launch", "push", version, 3.0)
+        error = until(lambda: trainer.first.call("outcome"), "the end of the push")["error"]
+        assert (error["code"], error["what"].startswith(what)) == (code, True)
+        assert trainer.first.call("versions") == [[1, False]]
+        assert_has(reader, "small", 1)
+    trainer.close()

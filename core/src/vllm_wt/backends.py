@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_wt import native, registry
-from vllm_wt.clients.limits import shown
 from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine, WorkerContext
-from vllm_wt.errors import InvalidInfo
+from vllm_wt.errors import InvalidInfo, shown
 from vllm_wt.pull import PullEngine, PullTrainer, TeamTrainer
 from vllm_wt.source import WeightSource
 from vllm_wt.spec import Kind

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import threading
 import time
+from typing import Any
 
-from vllm_wt.errors import Aborted, Timeout
+from vllm_wt.errors import Aborted, InvalidInfo, Timeout, shown
 
 INIT_S = 60.0
 """Default seconds for rendezvous and set-up."""
@@ -67,3 +70,28 @@ class Deadline:
                 got=got,
                 cure="look for a stopped or dead peer; raise deadline_s if the transfer is just slow",
             )
+
+
+def asked_for(value: Any) -> Deadline:
+    """A caller's ``deadline_s``, which begins now.
+
+    Args:
+        value: Seconds, as a number of any library.
+
+    Raises:
+        InvalidInfo: It makes no sense.
+    """
+    try:
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        seconds = float(value) if real else math.nan
+    except (OverflowError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds <= MAX_S:
+        raise InvalidInfo(
+            "This cannot be a deadline",
+            where="deadline_s",
+            expected=f"seconds, more than 0 and at most {MAX_S}",
+            got=shown(value),
+            cure="leave it out for the default",
+        )
+    return Deadline(seconds)

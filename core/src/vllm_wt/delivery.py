@@ -14,6 +14,7 @@ from vllm_wt.engine import Sender, TrainerWeightTransferEngine
 from vllm_wt.errors import Superseded, TransportError, WeightTransferError
 from vllm_wt.link import EngineLink, Stages
 from vllm_wt.serving import Serving, reading
+from vllm_wt.sources.gathering import gathers_within
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Delivery:
             began = time.perf_counter()
             if whole:
                 self._ask_ahead()
-            with reading("publish"):
+            with reading("publish", self._deadline):
                 self._trainer.publish(self._version, self._deadline)
             self.published_s = time.perf_counter() - began
             if self._is_asked and not self._trainer.went_ahead:
@@ -121,18 +122,18 @@ class Delivery:
 
     def send(self) -> None:
         """All that the source has to make."""
-        with self._transfer(), reading("send"):
+        with self._transfer(), reading("send", self._deadline):
             self._trainer.send(self._readers, self._deadline, self._watch)
 
     def accept(self) -> None:
         """From here on the caller hands the tensors over."""
-        with self._transfer(), reading("begin"):
+        with self._transfer(), reading("begin", self._deadline):
             self._sender = self._trainer.sender(self._readers, self._deadline, self._watch)
 
     def put(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The next tensors, in the manifest's order; they are copied by the time this returns."""
         assert self._sender is not None
-        with self._transfer(), reading("send"):
+        with self._transfer(), reading("send", self._deadline):
             # Tensors that find room do not wait, and so would not look.
             self._watch()
             self._deadline.check("The round was not ended in time", where="send")
@@ -150,7 +151,7 @@ class Delivery:
             assert self._serving is not None
             with self._serving.blamed():
                 if self._sender is not None:
-                    with reading("end"):
+                    with reading("end", self._deadline):
                         self._sender.end()
                 self._load(self._serving)
         self._stop_serving()
@@ -183,7 +184,8 @@ class Delivery:
                     self._stop_serving()
         finally:
             try:
-                self._trainer.settle()
+                with gathers_within(self._deadline):
+                    self._trainer.settle()
             except Exception:  # what failed first is what is reported
                 logger.exception("vllm-wt: the trainer's side could not settle after a failure")
         return replaced or error
@@ -218,7 +220,8 @@ class Delivery:
 
     def _settle(self) -> None:
         try:
-            self._trainer.settle()
+            with gathers_within(self._deadline):
+                self._trainer.settle()
         except WeightTransferError:
             raise
         except Exception as error:

@@ -32,12 +32,21 @@ __all__ = [
     "WeightTransferError",
     "WrongOrder",
     "from_text",
+    "shown",
     "to_text",
 ]
 
 _LINE = re.compile(r"WT-(E\d\d) (?=\{)")
 _FACTS = ("where", "expected", "got", "cure", "backend", "engine")
 _MAX_FACT = 600
+
+
+def shown(value: object) -> str:
+    """What a caller gave, for an error; its ``repr`` may fail, or be of any length."""
+    try:
+        return repr(value)[:200]
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _cut(text: str) -> str:

@@ -11,6 +11,7 @@ from vllm_wt.delivery import Delivery
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.link import EngineLink
 from vllm_wt.serving import reading, serving
+from vllm_wt.sources.gathering import gathers_within
 from vllm_wt.team import Team
 from vllm_wt.together import TogetherTrainer
 
@@ -95,7 +96,7 @@ def follow(trainer: TogetherTrainer, version: int, deadline: Deadline) -> None:
     Raises:
         WeightTransferError: What failed here, or on another rank.
     """
-    with serving(trainer) as part:
+    with serving(trainer) as part, gathers_within(deadline):
         trainer.publish(version, deadline)
 
         def watch() -> None:
@@ -103,7 +104,7 @@ def follow(trainer: TogetherTrainer, version: int, deadline: Deadline) -> None:
             trainer.watch()
 
         try:
-            with part.blamed(), reading("send"):
+            with part.blamed(), reading("send", trainer.until):
                 trainer.send(trainer.workers, trainer.until, watch)
         except BaseException as error:
             trainer.fail(error)

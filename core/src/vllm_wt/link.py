@@ -133,7 +133,7 @@ class EngineLink:
         with suppress(WeightTransferError):
             self.paused = self._left_paused(deadline)
         with serving(self._trainer) as serves, serves.blamed():
-            with reading("connect"):
+            with reading("connect", deadline):
                 info = self._trainer.describe(deadline)
             self._call("init_weight_transfer_engine", info.to_wire())
         self._known = self._trainer.generation

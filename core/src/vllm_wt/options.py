@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_wt.clients.limits import shown
 from vllm_wt.digests import BLOCK
-from vllm_wt.errors import InvalidInfo
+from vllm_wt.errors import InvalidInfo, shown
 
 
 def require_one_of(name: str, value: Any, values: tuple[str, ...]) -> None:

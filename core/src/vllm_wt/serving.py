@@ -6,18 +6,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vllm_wt.deadline import Deadline
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import TransportError, WeightTransferError
+from vllm_wt.sources.gathering import gathers_within
 
 _JOIN_S = 10.0
 """Seconds a serving thread may take to notice that it should stop."""
 
 
 @contextmanager
-def reading(where: str) -> Iterator[None]:
+def reading(where: str, deadline: Deadline) -> Iterator[None]:
     """Around what reads the source, which is the user's own code and may raise anything."""
     try:
-        yield
+        with gathers_within(deadline):
+            yield
     except WeightTransferError:
         raise
     except Exception as error:

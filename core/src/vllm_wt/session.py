@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import numbers
 import operator
 import threading
 import time
@@ -20,11 +18,10 @@ from vllm_wt import registry
 from vllm_wt.backends import trainer_engine
 from vllm_wt.clients import as_clients, hosts_of
 from vllm_wt.clients.http import HttpClient
-from vllm_wt.clients.limits import shown
-from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S, Deadline
+from vllm_wt.deadline import INIT_S, ROUND_S, Deadline, asked_for
 from vllm_wt.delivery import Delivery
 from vllm_wt.engine import TrainerWeightTransferEngine
-from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder
+from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder, shown
 from vllm_wt.following import Leading, connect_together, follow, teamed
 from vllm_wt.link import EngineLink, Stages
 from vllm_wt.manifest import Manifest
@@ -161,7 +158,7 @@ class WeightSync:
             InvalidInfo: An argument is wrong.
             WeightTransferError: What an engine or the fabric refused, typed.
         """
-        deadline = _deadline(deadline_s)
+        deadline = asked_for(deadline_s)
         with teamed(group, deadline) as team:
             weights = as_source(source)
             announces = isinstance(weights, Announced)
@@ -171,7 +168,7 @@ class WeightSync:
             leads = team is None or team.leads
             clients, owned = as_clients(engines) if leads else ([], [])
             try:
-                with reading("connect"):
+                with reading("connect", deadline):
                     manifest = weights.manifest()
                     trainer = trainer_engine(backend, weights, **options)
             except BaseException:
@@ -224,7 +221,7 @@ class WeightSync:
         with self._alone("push"):
             deadline = Deadline(ROUND_S)
             try:
-                deadline = _deadline(deadline_s)
+                deadline = asked_for(deadline_s)
                 version = self._next(version)
             except WeightTransferError as error:
                 if isinstance(self._trainer, TogetherTrainer):  # the other ranks wait for this one
@@ -258,7 +255,7 @@ class WeightSync:
             WeightTransferError: As of :meth:`push`.
         """
         version = _version(version)
-        deadline = _deadline(deadline_s)
+        deadline = asked_for(deadline_s)
         with self._alone("begin"):
             self._require_next("begin")
             if not self._announces:
@@ -388,7 +385,7 @@ class WeightSync:
         Args:
             deadline_s: Seconds for the whole of it.
         """
-        deadline = _deadline(deadline_s)
+        deadline = asked_for(deadline_s)
         with self._alone("status"):
             self._require_none_open("status")
             return [self._status_of(link, deadline) for link in self._links]
@@ -519,23 +516,6 @@ def _version(value: Any) -> int:
             cure="number the versions upwards, by the training step for example",
         )
     return version
-
-
-def _deadline(value: Any) -> Deadline:
-    try:
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        seconds = float(value) if real else math.nan
-    except (OverflowError, ValueError):
-        seconds = math.nan
-    if not 0 < seconds <= MAX_S:
-        raise InvalidInfo(
-            "This cannot be a deadline",
-            where="deadline_s",
-            expected=f"seconds, more than 0 and at most {MAX_S}",
-            got=shown(value),
-            cure="leave it out for the default",
-        )
-    return Deadline(seconds)
 
 
 def _close_all(clients: Iterable[HttpClient]) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from vllm_wt.deadline import ROUND_S, asked_for
 from vllm_wt.errors import InvalidInfo
 from vllm_wt.sources.announced import Announced
 from vllm_wt.sources.base import WeightSource
 from vllm_wt.sources.cast import Cast
 from vllm_wt.sources.files import SafetensorsSource
+from vllm_wt.sources.gathering import gathers_within
 from vllm_wt.sources.tensors import ModuleSource, PairsSource, StateDictSource
 from vllm_wt.sources.vllm_source import VllmSource, is_vllm_source
 
@@ -65,7 +67,7 @@ def as_source(source: Any) -> WeightSource:
     )
 
 
-def take_part(source: Any) -> None:
+def take_part(source: Any, *, deadline_s: float = ROUND_S) -> None:
     """Walk a source once and keep nothing.
 
     For trainers whose tensors are gathered from several ranks (FSDP2, DTensors, a source of vLLM's that
@@ -77,14 +79,17 @@ def take_part(source: Any) -> None:
 
     Args:
         source: As of :func:`as_source`: the same on every rank.
+        deadline_s: Seconds for the push, as of `WeightSync.push`.
 
     Raises:
-        InvalidInfo: It is no source, or has what cannot be sent.
-        TransportError: A gather has failed.
+        InvalidInfo: It is no source, or has what cannot be sent; or the deadline makes no sense.
+        TransportError: A gather has failed, or an earlier one was left.
+        Timeout: A rank has not come to a gather in time.
     """
-    tensors = iter(as_source(source))
-    while next(tensors, None) is not None:  # none is held while the next one is made
-        pass
+    with gathers_within(asked_for(deadline_s)):
+        tensors = iter(as_source(source))
+        while next(tensors, None) is not None:  # none is held while the next one is made
+            pass
 
 
 def _cure(source: Any) -> str | None:

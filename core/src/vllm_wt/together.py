@@ -213,7 +213,7 @@ class TogetherTrainer(TrainerWeightTransferEngine):
         said: dict[str, Any] = {}
         error: WeightTransferError | None = None
         try:
-            with reading(where):
+            with reading(where, deadline):
                 same = step()
                 said = {
                     **self._tells(),

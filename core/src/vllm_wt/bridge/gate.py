@@ -19,8 +19,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from vllm_wt.clients.limits import shown
-from vllm_wt.errors import WeightTransferError, to_text
+from vllm_wt.errors import WeightTransferError, shown, to_text
 from vllm_wt.methods import REPORT, ROUND
 
 _FLAG = {

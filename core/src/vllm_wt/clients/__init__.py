@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_wt.clients.http import HttpClient
-from vllm_wt.clients.limits import shown
-from vllm_wt.errors import InvalidInfo
+from vllm_wt.errors import InvalidInfo, shown
 
 METHODS = (
     "init_weight_transfer_engine",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_wt.deadline import MAX_S
-from vllm_wt.errors import CorruptTransfer, InvalidInfo
+from vllm_wt.errors import CorruptTransfer, InvalidInfo, shown
 
 
 def call_limit_s(info: object, *, default_s: float, slack_s: float) -> float:
@@ -28,14 +28,6 @@ def call_limit_s(info: object, *, default_s: float, slack_s: float) -> float:
     if not is_number or not 0 < seconds <= MAX_S:
         seconds = default_s
     return float(seconds) + slack_s
-
-
-def shown(value: object) -> str:
-    """What a caller gave, for an error; its ``repr`` may fail, or be of any length."""
-    try:
-        return repr(value)[:200]
-    except Exception:
-        return f"a {type(value).__name__} that cannot be shown"
 
 
 def require_seconds(name: str, value: Any) -> float:

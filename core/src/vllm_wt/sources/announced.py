@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from vllm_wt.clients.limits import shown
-from vllm_wt.errors import InvalidInfo
+from vllm_wt.errors import InvalidInfo, shown
 from vllm_wt.exposed import require_memory
 from vllm_wt.manifest import Manifest, TensorMeta
 from vllm_wt.packing import meta_of

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from vllm_wt.errors import InvalidInfo, TransportError
+from vllm_wt.errors import InvalidInfo, TransportError, WeightTransferError
+from vllm_wt.sources.gathering import gathered
 
 
 def is_dtensor(value: Any) -> bool:
@@ -105,11 +106,12 @@ def whole(name: str, tensor: torch.Tensor, *, where: str) -> torch.Tensor:
     """The full tensor, detached: itself or its local part where that has all values.
 
     Any other DTensor is gathered, which is a collective: every rank of its mesh has to be here. Its
-    wait ends at the timeout of the process group.
+    wait ends with `gathers_within`, else at the timeout of the process group.
 
     Raises:
         InvalidInfo: This rank is not in the DTensor's mesh.
-        TransportError: The gather failed; ``got`` holds torch's words.
+        TransportError: The gather failed; ``got`` holds torch's words. Or an earlier one was left.
+        Timeout: It did not end in time.
     """
     tensor = tensor.detach()
     if is_dtensor(tensor):
@@ -129,7 +131,9 @@ def whole(name: str, tensor: torch.Tensor, *, where: str) -> torch.Tensor:
 
 def _gather(name: str, dtensor: Any, where: str) -> torch.Tensor:
     try:
-        full: torch.Tensor = dtensor.full_tensor()
+        return gathered(name, dtensor, where=where)
+    except WeightTransferError:
+        raise
     except RuntimeError as error:  # what c10d raises for a lost peer and for a timeout
         raise TransportError(
             f"Tensor {name!r} could not be gathered from the trainer's ranks",
@@ -137,7 +141,6 @@ def _gather(name: str, dtensor: Any, where: str) -> torch.Tensor:
             got=str(error),
             cure="see that every rank of the mesh is alive and walks the source too",
         ) from error
-    return full
 
 
 def local_part(dtensor: Any) -> torch.Tensor:

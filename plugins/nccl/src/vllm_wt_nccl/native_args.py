@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_wt.clients.limits import shown
 from vllm_wt.deadline import INIT_S, MAX_S, ROUND_S
-from vllm_wt.errors import InvalidInfo
+from vllm_wt.errors import InvalidInfo, shown
 from vllm_wt_nccl.native_group import Group
 from vllm_wt_nccl.native_info import PACKED_BUFFER_SIZE_BYTES, PACKED_NUM_BUFFERS, unsupported
 from vllm_wt_nccl.native_meeting import require_one_host

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from vllm_wt.clients.limits import shown
-from vllm_wt.errors import InvalidInfo
+from vllm_wt.errors import InvalidInfo, shown
 from vllm_wt_nccl.cutting import Senders
 
 

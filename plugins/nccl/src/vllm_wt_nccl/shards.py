@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ class Shards(WeightSource):
         cuts: Who sends what.
         rank: Of this process among the senders.
         ranks: How ``torch.distributed`` counts each of them.
-        gather: Makes the full tensor of a DTensor, with the other ranks.
     """
 
     def __init__(
@@ -38,10 +37,8 @@ class Shards(WeightSource):
         cuts: Cuts,
         rank: int,
         ranks: Sequence[int],
-        gather: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
         self._source = source
-        self._gather = gather
         self._cuts = cuts
         self._ranks = ranks
         self._manifest = cuts.own(rank)
@@ -91,7 +88,7 @@ class Shards(WeightSource):
         elif own is None and not _is_here(tensor):
             return None
         else:  # with the ranks that wait for this one, whoever sends it
-            full = self._gather(name, tensor)
+            full = whole(name, tensor, where=_WHERE)
         if own is None or full is None:
             return None
         return _in_a_row(full)[slice(*self._range(name, own))]

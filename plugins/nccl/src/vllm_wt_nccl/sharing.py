@@ -25,7 +25,6 @@ from vllm_wt.together import TogetherTrainer
 from vllm_wt_nccl.bucketing import bucketing, default_nbytes, scheduled
 from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.cutting import Senders, divided
-from vllm_wt_nccl.gathering import Gathering
 from vllm_wt_nccl.info import Call, Host, NcclInitInfo, Port
 from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.meeting import decoded, tell
@@ -141,8 +140,7 @@ class SharingTrainer(TogetherTrainer, NcclTrainer):
             self._bucket_nbytes = default_nbytes(self._manifest, device, team.size)
         self._cuts = cuts = divided(self._manifest, dtensors, team.ranks, senders)
         self._schedule = scheduled(cuts, self._bucket_nbytes, self._verify, device)
-        gathering = Gathering(lambda: Deadline(self.until.remaining() + team.grace_s))
-        self._sent = Shards(self.source, cuts, team.rank, team.ranks, gathering)
+        self._sent = Shards(self.source, cuts, team.rank, team.ranks)
         if cuts.senders > 1:
             return self._schedule.streams[team.rank]
         return bucketing(self._sent.manifest(), self._bucket_nbytes, self._verify, device)
