@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from vllm_wt.abreast import each
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import Sender, TrainerWeightTransferEngine
 from vllm_wt.errors import Superseded, TransportError, WeightTransferError
@@ -39,7 +40,8 @@ class Delivery:
             pause           each engine that can be, unless it was paused before start
             commit, resume  each engine
 
-    A failure before the first commit leaves every engine its old weights. From there on each engine
+    What is done with each engine is done with all of them at the same time. A failure before the first
+    commit leaves every engine its old weights. From there on each engine
     is on its own: one that fails does not keep the others from their commit. A step that fails is the
     last: by then the round is given up, and the trainer's side is settled.
 
@@ -108,8 +110,7 @@ class Delivery:
             self._serving = Serving(self._trainer)
             with self._serving.blamed():
                 if not self._overlap:
-                    for link in self._links:
-                        link.pause_first(self._deadline)
+                    each(self._links, lambda link: link.pause_first(self._deadline))
                 self._at_once = self._can_be_at_once()
                 # It has nothing to serve where all is there for the one engine that knows where. Else
                 # until every round is closed, a failed one too: with UCX over TCP a reader that goes
@@ -261,18 +262,19 @@ class Delivery:
             serving.start()
             self._open()
         self._seal(serving)
-        for link in self._links:
-            link.pause()
-        self._commit()
+        each(self._links, EngineLink.pause)
+        each(self._links, self._commit)  # each has the chance to, and goes on as soon as it has
 
     def _open(self) -> None:
         """The workers of every engine receive."""
-        deadline = self._deadline
-        for link in self._links:
+
+        def open_one(link: EngineLink) -> None:
             if link.streams:
-                link.pause_first(deadline)
-            link.start(deadline)
-            link.open(deadline)
+                link.pause_first(self._deadline)
+            link.start(self._deadline)
+            link.open(self._deadline)
+
+        each(self._links, open_one)
 
     def _seal(self, serving: Serving) -> None:
         """Every engine has everything, and its ranks have agreed on that."""
@@ -280,8 +282,7 @@ class Delivery:
             self._await(self._readers, serving)
         for link in self._links:
             link.received()
-        for link in self._links:
-            link.seal(self._deadline)
+        each(self._links, lambda link: link.seal(self._deadline))
 
     def _await(self, readers: int, serving: Serving) -> None:
         """Until every worker has reported, or an engine says that it failed."""
@@ -294,34 +295,25 @@ class Delivery:
             )
             serving.wait(_DELIVERED_S)
 
-    def _commit(self) -> None:
-        """Every engine has the chance to; an engine goes on as soon as it has."""
-        failed: WeightTransferError | None = None
-        for link in self._links:
-            try:
-                link.commit(self._version, self._deadline)
-                link.resume()
-            except WeightTransferError as error:
-                if failed is not None:
-                    logger.warning("vllm-wt: %s failed, too: %s", link.title, error)
-                failed = failed or error
-        if failed is not None:
-            raise failed
+    def _commit(self, link: EngineLink) -> None:
+        link.commit(self._version, self._deadline)
+        link.resume()
 
     def _close_rounds(self, error: BaseException) -> Superseded | None:
         """Close every round that is open; the cause of ``error``, if a trainer has taken over."""
-        cause = None
+        replaced: dict[str, Superseded | None] = {}
+
+        def close(link: EngineLink) -> None:
+            replaced[link.title] = link.give_up(self._deadline)
+
+        each(self._links, close)
         engine = getattr(error, "engine", None)
-        for link in self._links:
-            replaced = link.give_up(self._deadline)
-            if cause is None and engine in (None, link.title):
-                cause = replaced
-        return cause
+        causes = (replaced[link.title] for link in self._links if engine in (None, link.title))
+        return next((cause for cause in causes if cause is not None), None)
 
     def _let_go(self, error: BaseException) -> None:
         """Resume what has the weights of one version, and say of the others that they stay paused."""
-        for link in self._links:
-            link.let_go(self._deadline)
+        each(self._links, lambda link: link.let_go(self._deadline))
         paused = [link for link in self._links if link.paused]
         if not paused:
             return
@@ -352,7 +344,6 @@ class _Watch:
         self._serving.check()
         if time.monotonic() < self._next:
             return
-        for link in self._links:
-            link.poll(self._deadline)
+        each(self._links, lambda link: link.poll(self._deadline))
         self._interval = min(2 * self._interval, _POLL_MAX_S)
         self._next = time.monotonic() + self._interval

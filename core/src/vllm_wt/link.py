@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vllm_wt.bridge.register import names_in_vllm
+from vllm_wt.caller import Caller
 from vllm_wt.clients.protocol import Answer, WeightSyncClient
 from vllm_wt.deadline import MAX_S, Deadline
 from vllm_wt.engine import TrainerWeightTransferEngine
@@ -87,6 +88,8 @@ class EngineLink:
         """Whether its weights are those of one version; None if that is not known."""
         address = getattr(client, "address", None)
         self.title = f"{name} ({address})" if address else name
+        self.caller = Caller(f"vllm-wt-{name}")
+        """Makes its calls where those of other engines are made at the same time."""
         self._trainer = trainer
         self._known = self._told = -1
         self.workers: int | None = None

@@ -1,0 +1,56 @@
+"""The same step with several engines, at the same time: a fleet takes as long as its slowest engine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from vllm_wt.errors import WeightTransferError
+from vllm_wt.link import EngineLink
+
+logger = logging.getLogger(__name__)
+
+_LET_END_S = 2.0
+"""Seconds that calls under way have to end after an interrupt, so that none comes upon what is done
+then; they take milliseconds, but for those of an engine that is stuck."""
+
+
+def each(links: Sequence[EngineLink], step: Callable[[EngineLink], object]) -> None:
+    """Take a step with every link, whatever becomes of the others.
+
+    Raises:
+        WeightTransferError: Of the first link, in their order, with which it failed; of others it is
+            logged. All have ended by then.
+    """
+    failed = [error for error in tried(links, step) if error is not None]
+    for error in failed[1:]:
+        logger.warning("vllm-wt: %s failed, too: %s", error.engine, error)
+    if failed:
+        raise failed[0]
+
+
+def tried(
+    links: Sequence[EngineLink], step: Callable[[EngineLink], object]
+) -> list[WeightTransferError | None]:
+    """The same, but what failed is returned, by link."""
+    if len(links) == 1:
+        return [_error_of(step, links[0])]
+    futures: list[concurrent.futures.Future[WeightTransferError | None]] = []
+    try:
+        for link in links:
+            futures.append(link.caller(partial(_error_of, step, link)))
+        concurrent.futures.wait(futures)
+    except BaseException:
+        concurrent.futures.wait(futures, timeout=_LET_END_S)
+        raise
+    return [future.result() for future in futures]
+
+
+def _error_of(step: Callable[[EngineLink], object], link: EngineLink) -> WeightTransferError | None:
+    try:
+        step(link)
+    except WeightTransferError as error:
+        return error
+    return None
