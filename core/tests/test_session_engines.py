@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_wt.errors import PeerDead, Timeout, TornModel, TransportError
+from vllm_wt import abreast
+from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, TornModel, TransportError
 from vllm_wt.pull import PullTrainer
 from vllm_wt.session import EngineStatus
 
@@ -157,7 +158,7 @@ def test_a_receive_that_fails_ends_the_wait_for_all(pair, failing):
     with pytest.raises(TransportError, match="cable") as error:
         pair.sync.push(2)
     assert error.value.engine == failing
-    assert [call for call in pair.calls if call.startswith("abort")] == ["abort0", "abort1"]
+    assert sorted(call for call in pair.calls if call.startswith("abort")) == ["abort0", "abort1"]
     pair.assert_old()
     pair.assert_good_round()
 
@@ -222,6 +223,25 @@ def test_an_engine_that_cannot_resume_does_not_keep_the_others_from_their_commit
     assert [engine.paused for engine in pair.engines] == [False, False]  # by a second try
 
 
+def test_engines_are_connected_at_the_same_time(connect, transport_cls):
+    both = threading.Barrier(2, timeout=30)
+    engines = [PausingEngine(transport_cls, DictLoader()) for _ in range(2)]
+    for engine in engines:
+        init = engine.init_weight_transfer_engine
+        engine.init_weight_transfer_engine = lambda info, init=init: (both.wait(), init(info))
+    sync = connect(engines, {"a": torch.ones(3)})
+    assert [each.version for each in sync.status()] == [None, None]
+
+
+def test_nothing_is_asked_of_any_engine_if_one_has_another_backend(connect, transport_cls):
+    engines = [PausingEngine(transport_cls, DictLoader()) for _ in range(2)]
+    engines[1].configured_backend = lambda: "other"
+    with pytest.raises(InvalidInfo, match="not started for this backend") as caught:
+        connect(engines, {"a": torch.ones(3)})
+    assert caught.value.engine == "engine1"
+    assert [engine.calls for engine in engines] == [[], []]
+
+
 @pytest.mark.parametrize("call", ["start", "open", "seal", "pause", "finish", "resume"])
 def test_each_step_is_taken_with_all_engines_at_the_same_time(pair, call):
     """Neither comes back before the other has been called."""
@@ -242,7 +262,7 @@ def test_an_interrupt_within_the_commits_lets_them_end(pair, monkeypatch):
     wait = concurrent.futures.wait
 
     def waiting(futures, timeout=None):
-        if timeout is not None:
+        if timeout == abreast._LET_END_S:
             interrupted.set()
         return wait(futures, timeout)
 

@@ -12,6 +12,8 @@ from vllm_wt.link import EngineLink
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.25
+"""Seconds after which an interrupt is noticed that came just before a wait."""
 _LET_END_S = 2.0
 """Seconds that calls under way have to end after an interrupt, so that none comes upon what is done
 then; they take milliseconds, but for those of an engine that is stuck."""
@@ -37,13 +39,13 @@ def tried(
     """The same, but what failed is returned, by link."""
     if len(links) == 1:
         return [_error_of(step, links[0])]
-    futures: list[concurrent.futures.Future[WeightTransferError | None]] = []
     try:
-        for link in links:
-            futures.append(link.caller(partial(_error_of, step, link)))
-        concurrent.futures.wait(futures)
+        futures = [link.caller(partial(_error_of, step, link)) for link in links]
+        while concurrent.futures.wait(futures, timeout=_LOOK_S).not_done:
+            pass
     except BaseException:
-        concurrent.futures.wait(futures, timeout=_LET_END_S)
+        last = [future for link in links if (future := link.caller.last) is not None]
+        concurrent.futures.wait(last, timeout=_LET_END_S)
         raise
     return [future.result() for future in futures]
 

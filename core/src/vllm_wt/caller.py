@@ -75,6 +75,11 @@ class Caller:
         """Whether the last call has not come back yet."""
         return self._last is not None and not self._last.has_returned
 
+    @property
+    def last(self) -> Future[Any] | None:
+        """Of the last call, which an interrupt may have kept from whoever asked for it."""
+        return None if self._last is None else self._last.future
+
 
 def _make_calls(calls: _Calls) -> None:
     while (call := calls.get()) is not None:

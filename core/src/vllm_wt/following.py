@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from vllm_wt.connecting import connect_each
 from vllm_wt.deadline import Deadline
 from vllm_wt.delivery import Delivery
 from vllm_wt.errors import WeightTransferError
@@ -59,8 +60,7 @@ def connect_together(
     owners: list[str] | None = None
     with serving(trainer):
         try:
-            for link in links:
-                link.connect(deadline)
+            connect_each(trainer, links, deadline)
             known = [link.workers for link in links if link.workers is not None]
             workers = sum(known) if len(known) == len(links) else None
             owners = _owners(links, deadline)

@@ -28,9 +28,8 @@ from vllm_wt.errors import (
     WrongOrder,
     from_text,
 )
-from vllm_wt.info import Op, UpdateInfo, seconds_left
+from vllm_wt.info import InitInfo, Op, UpdateInfo, seconds_left
 from vllm_wt.reports import WorkerReport, decoded
-from vllm_wt.serving import reading, serving
 
 logger = logging.getLogger(__name__)
 
@@ -127,18 +126,18 @@ class EngineLink:
 
     # -- the steps of a round ----------------------------------------------------------------------
 
-    def connect(self, deadline: Deadline) -> None:
+    def connect(self, info: InitInfo, deadline: Deadline) -> None:
         """Connect the engine's workers to the trainer; a round that another left open is given up.
 
         If that one had paused the engine for it, the engine goes on, unless it is torn.
+
+        Args:
+            info: What the trainer says of itself; it serves meanwhile.
+            deadline: Of the whole.
         """
-        self._require_backend()
         with suppress(WeightTransferError):
             self.paused = self._left_paused(deadline)
-        with serving(self._trainer) as serves, serves.blamed():
-            with reading("connect", deadline):
-                info = self._trainer.describe(deadline)
-            self._call("init_weight_transfer_engine", info.to_wire())
+        self._call("init_weight_transfer_engine", info.to_wire())
         self._known = self._trainer.generation
         self.workers = self._world_size()
         self._attempted = self._held = replace(self._info("confirm", deadline), ticket=0, version=0)
@@ -562,8 +561,12 @@ class EngineLink:
             )
         return workers
 
-    def _require_backend(self) -> None:
-        """vLLM's own refusal of what another backend's engine gets would come from every rank."""
+    def require_backend(self) -> None:
+        """vLLM's own refusal of what another backend's engine gets would come from every rank.
+
+        Raises:
+            InvalidInfo: The engine was not started for this backend.
+        """
         configured = self._optional("configured_backend")
         names = names_in_vllm(self._trainer.backend)
         if configured is not None and configured not in names:

@@ -18,6 +18,7 @@ from vllm_wt import registry
 from vllm_wt.backends import trainer_engine
 from vllm_wt.clients import as_clients, hosts_of
 from vllm_wt.clients.http import HttpClient
+from vllm_wt.connecting import connect_each
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline, asked_for
 from vllm_wt.delivery import Delivery
 from vllm_wt.engine import TrainerWeightTransferEngine
@@ -182,8 +183,8 @@ class WeightSync:
                 ]
                 if isinstance(trainer, TogetherTrainer):
                     connect_together(trainer, links, deadline)
-                for link in links if team is None else ():
-                    link.connect(deadline)
+                else:
+                    connect_each(trainer, links, deadline)
             except BaseException:
                 trainer.shutdown()
                 _close_all(owned)
