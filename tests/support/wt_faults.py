@@ -90,11 +90,11 @@ class FaultExtension:
         loader = self.weight_transfer_engine.round._loader
         original = loader.apply_batch
 
-        def failing(which: int, weights: Any) -> None:
+        def failing(which: int, weights: Any, **how: Any) -> None:
             if which == number:
                 loader.apply_batch = original
                 raise RuntimeError("injected into a batch")
-            original(which, weights)
+            original(which, weights, **how)
 
         loader.apply_batch = failing
 
