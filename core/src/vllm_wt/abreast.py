@@ -26,17 +26,17 @@ def each(links: Sequence[EngineLink], step: Callable[[EngineLink], object]) -> N
         WeightTransferError: Of the first link, in their order, with which it failed; of others it is
             logged. All have ended by then.
     """
-    failed = [error for error in tried(links, step) if error is not None]
-    for error in failed[1:]:
-        logger.warning("vllm-wt: %s failed, too: %s", error.engine, error)
+    tried = zip(links, _errors(links, step), strict=True)
+    failed = [(link, error) for link, error in tried if error is not None]
+    for link, error in failed[1:]:
+        logger.warning("vllm-wt: %s failed, too: %s", link.title, error)
     if failed:
-        raise failed[0]
+        raise failed[0][1]
 
 
-def tried(
+def _errors(
     links: Sequence[EngineLink], step: Callable[[EngineLink], object]
 ) -> list[WeightTransferError | None]:
-    """The same, but what failed is returned, by link."""
     if len(links) == 1:
         return [_error_of(step, links[0])]
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -79,6 +81,13 @@ class Caller:
     def last(self) -> Future[Any] | None:
         """Of the last call, which an interrupt may have kept from whoever asked for it."""
         return None if self._last is None else self._last.future
+
+
+def has_ended(future: Future[Any], seconds: float) -> bool:
+    """Whether a call has, which is waited for so long at most."""
+    with suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
+        future.exception(seconds)
+    return future.done()
 
 
 def _make_calls(calls: _Calls) -> None:

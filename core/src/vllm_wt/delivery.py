@@ -41,9 +41,9 @@ class Delivery:
             commit, resume  each engine
 
     What is done with each engine is done with all of them at the same time. A failure before the first
-    commit leaves every engine its old weights. From there on each engine
-    is on its own: one that fails does not keep the others from their commit. A step that fails is the
-    last: by then the round is given up, and the trainer's side is settled.
+    commit leaves every engine its old weights. From there on each engine is on its own: one that fails
+    does not keep the others from their commit. A step that fails is the last: by then the round is
+    given up, and the trainer's side is settled.
 
     One engine that generates nothing meanwhile, and a version that can be received at once: then all of
     it is one call, in ``end``.

@@ -10,10 +10,10 @@ import concurrent.futures
 import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_wt.caller import Caller
+from vllm_wt.caller import Caller, has_ended
 from vllm_wt.clients.limits import call_limit_s
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.errors import (
@@ -406,7 +406,7 @@ class Answer:
             PeerDead: The engine has died.
             Timeout: The time of the call is over.
         """
-        if _has_ended(self._future, min(seconds, self._deadline.remaining())):
+        if has_ended(self._future, min(seconds, self._deadline.remaining())):
             return True
         self._check()
         if self._deadline.expired:
@@ -419,7 +419,7 @@ class Answer:
         Args:
             seconds: At most.
         """
-        return _has_ended(self._future, min(seconds, self._deadline.remaining())) or (
+        return has_ended(self._future, min(seconds, self._deadline.remaining())) or (
             self._deadline.expired
         )
 
@@ -446,13 +446,6 @@ def _unanswered(where: str, seconds: float) -> Timeout:
         expected=f"within {seconds:g} s",
         cure="look for an engine that is stopped, or a blocked event loop",
     )
-
-
-def _has_ended(future: Future[Any], seconds: float) -> bool:
-    """Wait for it, for so long at most."""
-    with suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
-        future.exception(seconds)
-    return future.done()
 
 
 def _takes_version(engine: Any) -> bool:

@@ -7,7 +7,6 @@ may take is a setting of whoever walks it.
 
 from __future__ import annotations
 
-import concurrent.futures
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +15,12 @@ from typing import Any
 
 import torch
 
-from vllm_wt.caller import Caller
+from vllm_wt.caller import Caller, has_ended
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Timeout, TransportError
 
+_LOOK_S = 0.25
+"""Seconds after which an interrupt is noticed that came just before a wait."""
 _LEAST_S = 2.0
 """Seconds that a gather has after the deadline, too: ranks that live come to it, and the walk through
 the weights that all of them have begun can be brought to its end."""
@@ -87,29 +88,21 @@ def gathered(name: str, dtensor: Any, *, where: str) -> torch.Tensor:
     future = patience.caller(gather)
     deadline = Deadline(max(_LEAST_S, patience.deadline.remaining()))
     try:
-        while not _has_ended(future, deadline.remaining()):
-            _check(deadline, name, where, patience.deadline.seconds)
+        while not has_ended(future, min(_LOOK_S, deadline.remaining())):
+            if deadline.expired:
+                raise Timeout(
+                    f"Tensor {name!r} was not gathered in time",
+                    where=where,
+                    expected=f"all ranks of its mesh, within {patience.deadline.seconds:g} s",
+                    got="some that have not come to it",
+                    cure="let every rank of the mesh take part: connect with group= on all of them, or "
+                    f"call take_part on the others for each push. {_ANEW}",
+                )
     except BaseException:  # an interrupt, too
         _given_up.update(groups)
         raise
     made: torch.Tensor = future.result()
     return made
-
-
-def _check(deadline: Deadline, name: str, where: str, seconds: float) -> None:
-    if deadline.expired:
-        raise Timeout(
-            f"Tensor {name!r} was not gathered in time",
-            where=where,
-            expected=f"all ranks of its mesh, within {seconds:g} s",
-            got="some that have not come to it",
-            cure="let every rank of the mesh take part: connect with group= on all of them, or call "
-            f"take_part on the others for each push. {_ANEW}",
-        )
-
-
-def _has_ended(future: concurrent.futures.Future[Any], seconds: float) -> bool:
-    return bool(concurrent.futures.wait([future], timeout=seconds).done)
 
 
 def _stream_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from vllm_wt.caller import Caller
+from vllm_wt.caller import Caller, has_ended
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import InvalidInfo, PeerDead, TransportError, WeightTransferError
 
@@ -312,7 +311,7 @@ def awaited(
     watch: Callable[[], None] | None = None,
 ) -> Any:
     """The same of a function that was called; ``watch`` is called now and then, and may raise."""
-    while not _has_ended(future, min(_LOOK_S, deadline.remaining())):
+    while not has_ended(future, min(_LOOK_S, deadline.remaining())):
         deadline.check(what, where=where)
         if watch is not None:
             watch()
@@ -327,10 +326,3 @@ def awaited(
             where=where,
             cure="see whether the trainer runs, and whether its address is reached from this host",
         ) from error
-
-
-def _has_ended(future: Future[Any], seconds: float) -> bool:
-    """Wait for it, for so long at most."""
-    with suppress(Exception):
-        future.exception(seconds)
-    return future.done()

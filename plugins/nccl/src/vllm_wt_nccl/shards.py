@@ -81,17 +81,14 @@ class Shards(WeightSource):
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         own = self._own.get(name)
-        if not is_gathered(tensor):
-            full = None if own is None else whole(name, tensor, where=_WHERE)
-        elif self._is_held(name, tensor):
+        spread = is_gathered(tensor)
+        if spread and self._is_held(name, tensor):
             return None if own is None else self._local(name, own, tensor)
-        elif own is None and not _is_here(tensor):
+        if own is None and not (spread and _is_here(tensor)):
             return None
-        else:  # with the ranks that wait for this one, whoever sends it
-            full = whole(name, tensor, where=_WHERE)
-        if own is None or full is None:
-            return None
-        return _in_a_row(full)[slice(*self._range(name, own))]
+        # Where it is spread, with the ranks that wait for this one, whoever sends it.
+        full = whole(name, tensor, where=_WHERE)
+        return None if own is None else _in_a_row(full)[slice(*self._range(name, own))]
 
     def _local(self, name: str, own: Segment, tensor: torch.Tensor) -> torch.Tensor:
         part = _in_a_row(local_part(tensor))
