@@ -312,7 +312,7 @@ def test_workers_that_take_no_part(group: Any, workers: Any) -> None:
 
 
 def test_a_trainer_that_does_not_send(group: Any, workers: Any) -> None:
-    futures = [receiving(each, announced(TENSORS, deadline_s=0.5)) for each in workers]
+    futures = [receiving(each, announced(TENSORS, deadline_s=3)) for each in workers]
     for future in futures:
         with pytest.raises(Timeout, match="has not begun to send"):
             future.result()
