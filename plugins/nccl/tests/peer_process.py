@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import WeightTransferError
 from vllm_wt_nccl.fabrics import opened
+from vllm_wt_nccl.quarantine import give_up
 from vllm_wt_nccl.rendezvous import Rendezvous
 
 HOST = "127.0.0.1"
@@ -59,6 +61,15 @@ class Peer:
 
     def close(self) -> bool:
         return self._communicator.close()
+
+    def give_up(self) -> bool:
+        communicator = self._communicator
+        del self._communicator, self._broadcast
+        return give_up(communicator)
+
+    def files(self) -> int:
+        """How many this process has open."""
+        return len(os.listdir("/proc/self/fd"))
 
 
 def main() -> None:

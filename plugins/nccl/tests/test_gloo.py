@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_wt.deadline import Deadline
 from vllm_wt.errors import PeerDead, Timeout, WeightTransferError
 
 Make = Callable[[], Any]
@@ -19,11 +20,15 @@ def _met(peer: Make, size: int) -> list[Any]:
     port = ranks[0].call("host")
     for rank in ranks[1:]:
         rank.call("join", port)
+    _meet(ranks)
+    return ranks
+
+
+def _meet(ranks: list[Any]) -> None:
     for number, rank in enumerate(ranks):
-        rank.begin("meet", number, size, LONG_S)
+        rank.begin("meet", number, len(ranks), LONG_S)
     for rank in ranks:
         rank.answer()
-    return ranks
 
 
 def test_bytes_come_in_order(peer: Make) -> None:
@@ -63,6 +68,19 @@ def test_what_is_under_way_is_not_closed(peer: Make) -> None:
     ranks[0].call("start", SIZES[-1], 5, LONG_S)
     assert ranks[1].call("finish", LONG_S) == [5, 5]
     assert ranks[1].call("close")
+
+
+def test_a_group_that_is_given_up_is_let_go_of_once_its_peer_has_ended(peer: Make) -> None:
+    ranks = [peer(), peer()]
+    ranks[1].call("join", ranks[0].call("host"))
+    before = ranks[1].call("files")
+    _meet(ranks)
+    ranks[1].call("start", SIZES[-1], 0, LONG_S)
+    assert not ranks[1].call("give_up")
+    ranks[0].kill()
+    deadline = Deadline(LONG_S)
+    while ranks[1].call("files") > before:
+        deadline.check("the group is still there")
 
 
 def test_a_process_ends_whatever_is_under_way(peer: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.meeting import Watch, decoded, error_in, made, numbers, tell
 from vllm_wt_nccl.native_meeting import made_together
 from vllm_wt_nccl.native_members import Member
-from vllm_wt_nccl.rendezvous import Rendezvous, local_address
+from vllm_wt_nccl.rendezvous import Rendezvous, awaited, local_address
 
 HOST = "127.0.0.1"
 Make = Callable[[], Any]
@@ -126,6 +127,46 @@ def test_a_key_is_waited_for(peer: Make) -> None:
 def test_a_key_that_does_not_come() -> None:
     with pytest.raises(Timeout, match="it is missing"):
         _hosted().get("key", Deadline(0.2), "it is missing")
+
+
+def test_a_number_is_waited_for() -> None:
+    host = _hosted()
+    worker = _joined(host.port)
+    count = host.reached("count", 3, Deadline(30), "it is low", lambda: _count(worker))
+    assert count == 3
+
+
+def _count(worker: Rendezvous) -> None:
+    worker.add("count", 1, Deadline(30))
+
+
+def test_a_number_that_is_not_reached() -> None:
+    with pytest.raises(Timeout, match=r"it is low.*Got: 0 of 3\."):
+        _hosted().reached("count", 3, Deadline(0.2), "it is low", got=lambda count: f"{count} of 3")
+
+
+@pytest.mark.parametrize("wait", ["get", "reached", "watch", "made"])
+def test_what_is_waited_for_is_said_whichever_question_meets_the_deadline(
+    wait: str, peer: Make
+) -> None:
+    trainer = peer()
+    worker = _joined(trainer.call("host"))
+    deadline = Deadline(1)
+
+    def watch() -> None:
+        trainer.stop()
+        worker.has("failed", deadline)
+
+    waits: dict[str, Callable[[], Any]] = {
+        "get": lambda: worker.get("key", deadline, "it is missing"),
+        "reached": lambda: worker.reached("count", 1, deadline, "it is missing"),
+        "watch": lambda: worker.get("key", deadline, "it is missing", watch),
+        "made": lambda: awaited(Future(), deadline, "it is missing", where="here", watch=watch),
+    }
+    if wait in {"get", "reached"}:
+        trainer.stop()
+    with pytest.raises(Timeout, match="it is missing"):
+        waits[wait]()
 
 
 def test_a_wait_is_given_up() -> None:

@@ -29,8 +29,6 @@ from vllm_wt_nccl.native_members import Member
 from vllm_wt_nccl.native_parcels import Packing
 from vllm_wt_nccl.native_receiving import Receiving
 
-_LOOK_S = 0.005
-
 
 class NCCLWeightTransferEngine(
     WeightTransferEngine[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo]
@@ -177,13 +175,14 @@ def _begun(group: Group, deadline: Deadline) -> int:
     """Number of the round that the trainer has begun, once it is a new one."""
     group.require_whole(deadline)
     rendezvous = group.rendezvous
-    over = watching(rendezvous, OVER, deadline)
-    while (ticket := rendezvous.add(ROUND, 0, deadline)) <= group.last:
-        over()
-        deadline.wait(_LOOK_S)
-        deadline.check("The trainer has not begun to send in time", where="rendezvous")
-    group.last = ticket
-    return ticket
+    group.last = rendezvous.reached(
+        ROUND,
+        group.last + 1,
+        deadline,
+        "The trainer has not begun to send in time",
+        watching(rendezvous, OVER, deadline),
+    )
+    return group.last
 
 
 def _sooner(seconds: float) -> float:

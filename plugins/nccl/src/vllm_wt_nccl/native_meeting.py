@@ -50,7 +50,6 @@ TELL_S = 2.0
 """Seconds that it may take to tell the others of a failure, or to see that they have heard."""
 _REFUSED_S = 10.0
 """Seconds that workers on their way to a trainer that has refused one of them have to get there."""
-_LOOK_S = 0.005
 _AGAIN_S = 0.1
 """Seconds between two tries to find the trainer."""
 
@@ -103,27 +102,18 @@ def gathered(rendezvous: Rendezvous, trainer: Member, deadline: Deadline) -> lis
     rendezvous.put(TRAINER, json.dumps(trainer.to_wire()), deadline)
     workers: list[Member] = []
 
-    def require_time() -> None:
-        deadline.check(
-            "Not all workers have come to the trainer",
-            where=f"{rendezvous.address}, port {rendezvous.port}",
-            got=missing(trainer, workers),
-        )
+    def who_is_missing(came: int) -> str:
+        return missing(trainer, workers)
 
     while len(workers) < trainer.world_size - 1:
-        require_time()
+        what = "Not all workers have come to the trainer"
         try:
-            failed()
-            came = rendezvous.add(CAME, 0, deadline)
+            rendezvous.reached(CAME, len(workers) + 1, deadline, what, failed, who_is_missing)
         except Timeout as error:  # of a worker, maybe: who is missing says more
-            require_time()
             error.got = error.got or missing(trainer, workers)
             raise
-        if came > len(workers):
-            workers = _members(rendezvous.get(MEMBERS, deadline, "The workers do not say who"))
-            require_fitting(trainer, workers)
-        else:
-            deadline.wait(_LOOK_S)
+        workers = _members(rendezvous.get(MEMBERS, deadline, "The workers do not say who they are"))
+        require_fitting(trainer, workers)
     rendezvous.put(CLOSED, "", deadline)
     rendezvous.put(GO, "\n".join(json.dumps(each.to_wire()) for each in workers), deadline)
     return workers
@@ -148,8 +138,7 @@ def let_hear(rendezvous: Rendezvous, error: WeightTransferError, remaining: floa
         # Where one worker of an engine has come, the others are on their way.
         engines = Counter((each.first, each.workers) for each in came)
         coming = sum(max(workers, here) for (_, workers), here in engines.items())
-        while rendezvous.add(HEARD, 0, deadline) < coming and not deadline.expired:
-            deadline.wait(_LOOK_S)
+        rendezvous.reached(HEARD, coming, deadline, "Not all workers have heard of it")
 
 
 class Joining:
@@ -264,13 +253,11 @@ def made_together(
         communicator: Communicator = awaited(
             making, deadline, what, where=f"rank {rank} of {size}, {device}", watch=failed
         )
-        made = rendezvous.add(MADE, 1, deadline)
-        while rank == 0 and made < size:
-            failed()
-            deadline.wait(_LOOK_S)
-            deadline.check(what, where="rendezvous", got=f"{made} of {size} members have it")
-            made = rendezvous.add(MADE, 0, deadline)
+        rendezvous.add(MADE, 1, deadline)
         if rank == 0:
+            rendezvous.reached(
+                MADE, size, deadline, what, failed, lambda made: f"{made} of {size} members have it"
+            )
             rendezvous.put(COMPLETE, "", deadline)
         else:
             rendezvous.get(COMPLETE, deadline, what, failed)

@@ -17,7 +17,7 @@ from vllm_wt_nccl.native_group import Group
 from vllm_wt_nccl.native_header import Header, content_digest, tensors_digest
 from vllm_wt_nccl.native_parcels import Buffers, Packing, layout_of, parcels
 
-LOOK_S = 0.02
+_LOOK_S = 0.02
 """Seconds between two looks at whether the round has failed elsewhere."""
 
 Named = tuple[TensorMeta, torch.Tensor]
@@ -32,7 +32,7 @@ def awaited(
         WeightTransferError: Of the fabric, the deadline or ``watch``, which is called now and then.
     """
     for broadcast in broadcasts:
-        while not broadcast.wait(min(LOOK_S, deadline.remaining())):
+        while not broadcast.wait(min(_LOOK_S, deadline.remaining())):
             deadline.check(what, where="broadcast")
             watch()
 

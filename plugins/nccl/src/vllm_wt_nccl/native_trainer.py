@@ -24,13 +24,10 @@ from vllm_wt_nccl.native_meeting import (
     watching,
 )
 from vllm_wt_nccl.native_members import Member
-from vllm_wt_nccl.native_sending import LOOK_S, Sending
+from vllm_wt_nccl.native_sending import Sending
 from vllm_wt_nccl.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
-
-_FIRST_S = 0.002
-"""Seconds between two looks at how many workers take part, or have everything."""
 
 
 def trainer_init(init_info: Any) -> Group:
@@ -170,12 +167,9 @@ def _until(
 ) -> None:
     """Until all workers are counted under a key."""
     workers = group.world_size - 1
-    seconds = _FIRST_S
-    while (count := group.rendezvous.add(key, 0, deadline)) < workers:
-        watch()
-        deadline.wait(seconds)
-        deadline.check(what, where="rendezvous", got=f"{count} of {workers} workers")
-        seconds = min(2 * seconds, LOOK_S)
+    group.rendezvous.reached(
+        key, workers, deadline, what, watch, lambda count: f"{count} of {workers} workers"
+    )
 
 
 def _made(

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from vllm_wt.caller import Caller, has_ended
 from vllm_wt.deadline import Deadline
-from vllm_wt.errors import InvalidInfo, PeerDead, TransportError, WeightTransferError
+from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, TransportError, WeightTransferError
 
 _LOOK_S = 0.05
 """Seconds between two looks at a deadline, which another thread may cancel."""
@@ -149,22 +149,72 @@ class Rendezvous:
             PeerDead: The trainer has gone.
             Timeout, Aborted: It does not answer in time, or the deadline was cancelled.
         """
-        seconds = _FIRST_S
-        while not self._call(lambda: self._store.check([key]), deadline, what):
-            if watch is not None:
-                watch()
-            deadline.wait(seconds)
-            seconds = min(2 * seconds, _MOST_S)
+        self._until(lambda: self.has(key, deadline), deadline, what, watch, lambda: None)
         return bytes(self._call(lambda: self._store.get(key), deadline))
+
+    def reached(
+        self,
+        key: str,
+        least: int,
+        deadline: Deadline,
+        what: str,
+        watch: Callable[[], None] | None = None,
+        got: Callable[[int], str] | None = None,
+    ) -> int:
+        """A number, once it is at least ``least``; as of `get` what is raised.
+
+        Args:
+            key: Which number.
+            least: What to wait for.
+            deadline: For all of it.
+            what: It in words, for the error.
+            watch: Called now and then; raises when it will not come.
+            got: What the number says so far, for the error.
+        """
+        count = 0
+
+        def has_reached() -> bool:
+            nonlocal count
+            count = self.add(key, 0, deadline)
+            return count >= least
+
+        self._until(has_reached, deadline, what, watch, lambda: got(count) if got else None)
+        return count
+
+    def _until(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        what: str,
+        watch: Callable[[], None] | None,
+        got: Callable[[], str | None],
+    ) -> None:
+        seconds = _FIRST_S
+        while True:
+            try:
+                if ready():
+                    return
+                if watch is not None:
+                    watch()
+                deadline.wait(seconds)
+            except Timeout:
+                # Whichever question the deadline has met, it is the answer that did not come.
+                deadline.check(what, where=self._where, got=got())
+                raise
+            deadline.check(what, where=self._where, got=got())
+            seconds = min(2 * seconds, _MOST_S)
 
     def close(self) -> None:
         """Let go of the store, and of the port where it is kept here; no other call works then."""
         self._store = None
 
-    def _call(self, function: Callable[[], Any], deadline: Deadline, what: str = _SILENT) -> Any:
-        where = f"{self.address}, port {self.port}"
-        deadline.check(what, where=where)
-        return bounded(self._caller, function, deadline, what, where=where)
+    @property
+    def _where(self) -> str:
+        return f"{self.address}, port {self.port}"
+
+    def _call(self, function: Callable[[], Any], deadline: Deadline) -> Any:
+        deadline.check(_SILENT, where=self._where)
+        return bounded(self._caller, function, deadline, _SILENT, where=self._where)
 
 
 def local_address(peer: str) -> str:
@@ -314,7 +364,11 @@ def awaited(
     while not has_ended(future, min(_LOOK_S, deadline.remaining())):
         deadline.check(what, where=where)
         if watch is not None:
-            watch()
+            try:
+                watch()
+            except Timeout:
+                deadline.check(what, where=where)
+                raise
     try:
         return future.result()
     except RuntimeError as error:

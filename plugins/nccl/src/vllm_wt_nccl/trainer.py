@@ -29,14 +29,12 @@ from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
 from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.meeting import made, numbers, tell
 from vllm_wt_nccl.options import require_address, require_port, require_senders
-from vllm_wt_nccl.quarantine import give_up, release
+from vllm_wt_nccl.quarantine import give_up
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 
 if TYPE_CHECKING:
     from vllm_wt_nccl.sharing import SharingTrainer
 
-_LOOK_S = 0.0005
-"""Seconds between two looks at how many workers have come."""
 _SENT_S = 0.02
 """Seconds between two looks at whether the round has failed, while a buffer is not free."""
 
@@ -171,17 +169,14 @@ class NcclTrainer(TrainerWeightTransferEngine):
                 cure="give the client a method world_size()",
             )
         rendezvous, keys = self._met, Keys(self._ticket)
-        here = 0
-        while here < readers:
-            deadline.check(
-                "Not all workers have come in time",
-                where="rendezvous",
-                got=f"{here} of {readers} workers",
-            )
-            here = rendezvous.add(keys.here, 0, self._deadline)
-            if here < readers:
-                watch()
-                deadline.wait(_LOOK_S)
+        rendezvous.reached(
+            keys.here,
+            readers,
+            deadline,
+            "Not all workers have come in time",
+            watch,
+            lambda here: f"{here} of {readers} workers",
+        )
         said = rendezvous.get(keys.who, deadline, "The workers have not said who they are", watch)
         members = tuple(numbers(said))
         if not self._is_joined or self._call.members != members:
@@ -353,7 +348,6 @@ class NcclTrainer(TrainerWeightTransferEngine):
         if communicator is not None and not give_up(communicator):
             self._ring = self._digests = None  # they are in use
             self._is_ready = False
-        release()
 
     def _forget(self, ticket: int) -> None:
         """What was left for an attempt that nobody asks for any more."""

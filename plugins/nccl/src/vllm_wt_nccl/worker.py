@@ -19,7 +19,7 @@ from vllm_wt_nccl.communicator import Communicator
 from vllm_wt_nccl.info import Call, NcclInitInfo, NcclUpdateInfo
 from vllm_wt_nccl.keys import Keys
 from vllm_wt_nccl.meeting import WORKERS, Watch, decoded, made, tell
-from vllm_wt_nccl.quarantine import give_up, release
+from vllm_wt_nccl.quarantine import give_up
 from vllm_wt_nccl.receiving import Receiving, arena_nbytes
 from vllm_wt_nccl.rendezvous import Rendezvous, local_address
 from vllm_wt_nccl.schedule import Schedule
@@ -178,7 +178,6 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
         if self._communicator is not None and self._group == call.group:
             return
         self._close_communicator()
-        release()
         if self._number not in call.members:
             raise Aborted(
                 "The trainer sends to others in this round",
@@ -207,7 +206,6 @@ class NcclEngine(WeightTransferEngine[NcclInitInfo, NcclUpdateInfo]):
 
     def _drop(self) -> None:
         self._close_communicator()
-        release()
         self._receiving = self._rendezvous = None
 
     def _close_communicator(self) -> None:
