@@ -719,7 +719,8 @@ def test_push_after_close(connect, engine):
         sync.push(1)
 
 
-def test_no_thread_outlives_a_push(connect, engine):
+def test_no_thread_outlives_a_push(connect, engine, monkeypatch):
+    monkeypatch.setattr("vllm_wt.polling._FIRST_S", 60.0)  # it is asked on a thread that is kept
     before = set(threading.enumerate())
     sync = connect(engine, state())
     sync.push(1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_wt import session
+from vllm_wt.deadline import Deadline
 from vllm_wt.delivery import Delivery
 from vllm_wt.digests import BLOCK
 from vllm_wt.engine import TrainerWeightTransferEngine
@@ -456,13 +457,18 @@ def test_an_engine_that_does_not_begin(pair):
 
 
 def test_an_engine_that_fails_while_the_trainer_makes_the_next_chunk(pair, monkeypatch):
-    """It is asked within a send, whether that waits or not."""
-    monkeypatch.setattr("vllm_wt.delivery._POLL_FIRST_S", 0.0)
+    """It is asked within a send, whether that waits or not, and heard in it or in a later one."""
+    monkeypatch.setattr("vllm_wt.polling._FIRST_S", 0.0)
     pair.sync.begin(1)
     pair.engines[1].fails["poll"] = PeerDead("gone")
     with pytest.raises(PeerDead, match="gone"):
-        pair.sync.send({})
+        _send_nothing(pair.sync, Deadline(30))
     pair.assert_given_up()
+
+
+def _send_nothing(sync, until):
+    while not until.expired:
+        sync.send({})
 
 
 def test_a_serving_thread_that_fails_between_two_sends(pair, monkeypatch):

@@ -13,95 +13,17 @@ import torch
 
 from vllm_wt import abreast
 from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, TornModel, TransportError
-from vllm_wt.pull import PullTrainer
 from vllm_wt.session import EngineStatus
 
 from .conftest import DictLoader
 from .support.engines import PausingEngine, assert_equal, connecting
-
-
-class Trainer(PullTrainer):
-    """Notes what it is asked; ``fails`` are errors of calls to come, ``sending`` is done in send."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.calls: list[str] = []
-        self.fails: dict[str, BaseException] = {}
-        self.sending = lambda readers, deadline, watch: None
-
-    def _note(self, call):
-        self.calls.append(call)
-        if call in self.fails:
-            raise self.fails.pop(call)
-
-    def publish(self, version, deadline):
-        self._note("publish")
-        super().publish(version, deadline)
-
-    def serve(self, stop):
-        self._note("serve")
-        super().serve(stop)
-
-    def send(self, readers, deadline, watch):
-        self._note("send")
-        self.sending(readers, deadline, watch)
-        super().send(readers, deadline, watch)
-
-    def settle(self):
-        super().settle()
-        self._note("settle")
+from .support.pair import Pair, Trainer, fail_to_receive
 
 
 @pytest.fixture
 def connect(monkeypatch, transport_cls):
     with connecting(monkeypatch, transport_cls, Trainer) as connect:
         yield connect
-
-
-class Pair:
-    """Two engines of one session, which has pushed version 1."""
-
-    def __init__(self, connect, transport_cls) -> None:
-        self.source = {"a": torch.arange(12.0), "b": torch.ones(3)}
-        self.loaders = [DictLoader(), DictLoader()]
-        self.engines = [PausingEngine(transport_cls, loader) for loader in self.loaders]
-        self.calls: list[str] = []
-        for index, engine in enumerate(self.engines):
-            engine.calls = _Named(self.calls, index)
-        self.sync = connect(self.engines, self.source)
-        self.trainer = self.sync._trainer
-        self.sync.push(1)
-        self.old = [dict(loader.weights) for loader in self.loaders]
-        self.calls.clear()
-        self.trainer.calls.clear()
-        self.source["a"].add_(1)
-
-    def assert_old(self) -> None:
-        for loader, old in zip(self.loaders, self.old, strict=True):
-            assert_equal(loader.weights, old)
-        assert [engine.paused for engine in self.engines] == [False, False]
-        assert self.sync.status() == [EngineStatus(f"engine{n}", 1, False) for n in range(2)]
-
-    def assert_good_round(self, version=2) -> None:
-        self.sync.push(version)
-        for loader in self.loaders:
-            assert_equal(loader.weights, self.source)
-        assert [engine.paused for engine in self.engines] == [False, False]
-
-
-class _Named:
-    """One list of what several engines are asked, by their numbers."""
-
-    def __init__(self, calls, index) -> None:
-        self._calls = calls
-        self._index = index
-        self.meet = {}
-        """What is waited for within a call."""
-
-    def append(self, name) -> None:
-        self._calls.append(f"{name}{self._index}")
-        if name in self.meet:
-            self.meet.pop(name).wait()
 
 
 @pytest.fixture
@@ -154,23 +76,13 @@ def test_a_failure_before_the_first_commit_leaves_all_as_they_were(pair, step, f
 
 @pytest.mark.parametrize("failing", ["engine0", "engine1"])
 def test_a_receive_that_fails_ends_the_wait_for_all(pair, failing):
-    _fail_to_receive(pair.engines[int(failing[-1])].engine)
+    fail_to_receive(pair.engines[int(failing[-1])].engine)
     with pytest.raises(TransportError, match="cable") as error:
         pair.sync.push(2)
     assert error.value.engine == failing
     assert sorted(call for call in pair.calls if call.startswith("abort")) == ["abort0", "abort1"]
     pair.assert_old()
     pair.assert_good_round()
-
-
-def _fail_to_receive(engine):
-    """Once."""
-
-    def receive(info, load_weights):
-        del engine.receive_weights
-        raise TransportError("cable")
-
-    engine.receive_weights = receive
 
 
 def test_workers_that_do_not_report_in_time(pair, fabric):
@@ -301,7 +213,7 @@ def _watching(readers, deadline, watch):
 
 
 def test_the_watch_of_send_raises_what_an_engine_says_of_its_receive(pair):
-    _fail_to_receive(pair.engines[1].engine)
+    fail_to_receive(pair.engines[1].engine)
     pair.trainer.sending = _watching
     with pytest.raises(TransportError, match="cable") as error:
         pair.sync.push(2, deadline_s=60)

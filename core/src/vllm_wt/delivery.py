@@ -12,8 +12,10 @@ import torch
 from vllm_wt.abreast import each
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import Sender, TrainerWeightTransferEngine
-from vllm_wt.errors import Superseded, TransportError, WeightTransferError
+from vllm_wt.errors import Superseded, Timeout, TransportError, WeightTransferError
+from vllm_wt.fleet import Fleet, OnFailure, say_paused
 from vllm_wt.link import EngineLink, Stages
+from vllm_wt.polling import Polls
 from vllm_wt.serving import Serving, reading
 from vllm_wt.sources.gathering import gathers_within
 
@@ -23,9 +25,10 @@ _LET_END_S = 0.25
 """Seconds that a round of one call has to end by itself after an interrupt; it takes milliseconds."""
 _DELIVERED_S = 0.001
 """Seconds between two looks at whether the workers have reported."""
-_POLL_FIRST_S, _POLL_MAX_S = 0.25, 2.0
-"""Seconds before the first question to the engines whether their receive still runs, and the most
-between two of them: with async scheduling such a call drains the batches in flight."""
+_PATIENCE = 0.9
+"""Part of a deadline after which engines that have everything go on without the others, if they may."""
+_ANSWER_S = 2.0
+"""Seconds for the answers to questions that were asked before a round is given up."""
 
 
 class Delivery:
@@ -49,7 +52,8 @@ class Delivery:
     it is one call, in ``end``.
 
     Each step raises the WeightTransferError of the first engine that failed, or of the trainer's side.
-    Its ``cure`` also names the engines that stay paused.
+    Its ``cure`` also names the engines that stay paused. With ``on_failure="exclude"`` an engine that
+    fails is left out, and the others go on; then just the failure of all is raised.
 
     Args:
         links: The engines.
@@ -58,6 +62,7 @@ class Delivery:
         deadline: Of the whole.
         overlap: Whether engines generate while they receive; if not, those that can be are paused
             before start.
+        on_failure: What becomes of the others when an engine fails.
     """
 
     _goes_ahead = True
@@ -71,8 +76,10 @@ class Delivery:
         deadline: Deadline,
         *,
         overlap: bool,
+        on_failure: OnFailure = "raise",
     ) -> None:
         self._links = links
+        self._fleet = Fleet(links, trainer, deadline, on_failure)
         self._trainer = trainer
         self._version = version
         self._deadline = deadline
@@ -85,6 +92,7 @@ class Delivery:
         self._is_asked = False
         """Whether that call may be under way."""
         self._serving: Serving | None = None
+        self._polls = Polls(self._fleet, deadline)
         self._sender: Sender | None = None
         self.published_s = 0.0
         """Seconds that publishing took."""
@@ -109,8 +117,9 @@ class Delivery:
                 self._drop()
             self._serving = Serving(self._trainer)
             with self._serving.blamed():
+                self._fleet.begin()
                 if not self._overlap:
-                    each(self._links, lambda link: link.pause_first(self._deadline))
+                    self._fleet.each(lambda link: link.pause_first(self._deadline))
                 self._at_once = self._can_be_at_once()
                 # It has nothing to serve where all is there for the one engine that knows where. Else
                 # until every round is closed, a failed one too: with UCX over TCP a reader that goes
@@ -119,7 +128,7 @@ class Delivery:
                     self._serving.start()
                 if not self._at_once:
                     self._open()
-            self._watch = _Watch(self._serving, self._links, self._deadline)
+            self._polls = Polls(self._fleet, self._deadline)
 
     def send(self) -> None:
         """All that the source has to make."""
@@ -147,7 +156,7 @@ class Delivery:
                     torch.cuda.current_stream(device).synchronize()
 
     def end(self) -> dict[str, Stages]:
-        """Wait for every engine and commit; the stages' times by the engines' names."""
+        """Wait for every engine and commit; the stages' times of those that have, by their names."""
         with self._step():
             assert self._serving is not None
             with self._serving.blamed():
@@ -155,10 +164,18 @@ class Delivery:
                     with reading("end", self._deadline):
                         self._sender.end()
                 self._load(self._serving)
+            self._fleet.dismiss()
         self._stop_serving()
         self._over = True
+        for link in self._fleet.links:
+            link.lost = None
         self._settle()
-        return {link.name: link.stages for link in self._links}
+        return {link.name: link.stages for link in self._fleet.links}
+
+    @property
+    def failed(self) -> dict[str, WeightTransferError]:
+        """Why engines were left out, by their names."""
+        return {link.name: error for link, error in self._fleet.left_out.items()}
 
     def give_up(self, error: BaseException) -> BaseException:
         """End the round before its commit, for ``error``; returns that, or what is behind it.
@@ -178,6 +195,7 @@ class Delivery:
                 self._drop()
             if self._serving is not None:
                 self._withdraw()
+                self._polls.drop(Deadline(_ANSWER_S))
                 try:
                     replaced = self._close_rounds(error)
                     self._let_go(replaced or error)
@@ -262,8 +280,9 @@ class Delivery:
             serving.start()
             self._open()
         self._seal(serving)
-        each(self._links, EngineLink.pause)
-        each(self._links, self._commit)  # each has the chance to, and goes on as soon as it has
+        self._fleet.each(EngineLink.pause)
+        # Each has the chance to, and goes on as soon as it has.
+        self._fleet.each(self._commit, bounded=False)
 
     def _open(self) -> None:
         """The workers of every engine receive."""
@@ -274,26 +293,51 @@ class Delivery:
             link.start(self._deadline)
             link.open(self._deadline)
 
-        each(self._links, open_one)
+        self._fleet.each(open_one)
 
     def _seal(self, serving: Serving) -> None:
         """Every engine has everything, and its ranks have agreed on that."""
         if self._readers is not None:  # else the seals do the waiting
             self._await(self._readers, serving)
-        for link in self._links:
+        self._polls.finish(self._deadline)
+        for link in self._fleet.links:
             link.received()
-        each(self._links, lambda link: link.seal(self._deadline))
+        self._fleet.each(lambda link: link.seal(self._deadline))
 
     def _await(self, readers: int, serving: Serving) -> None:
-        """Until every worker has reported, or an engine says that it failed."""
+        """Until every worker has reported, or an engine has failed."""
+        patience = Deadline(self._deadline.remaining() * _PATIENCE)
         while (ready := self._trainer.delivered()) < readers:
             self._watch()
+            if self._fleet.excludes and patience.expired:
+                self._leave_out_late()
+                return
             self._deadline.check(
                 f"Not all workers of {self._titles(self._links)} have received the weights",
                 where="wire",
                 got=f"{ready} of {readers} workers",
             )
             serving.wait(_DELIVERED_S)
+
+    def _leave_out_late(self) -> None:
+        for link in list(self._fleet.links):
+            have = self._trainer.delivered_to(link.name)
+            if link.workers is not None and have < link.workers:
+                late = Timeout(
+                    "Not all workers of the engine have received the weights in time",
+                    engine=link.title,
+                    where="wire",
+                    expected=f"within {self._deadline.seconds * _PATIENCE:g} s",
+                    got=f"{have} of {link.workers} workers",
+                    cure="see what keeps it; the next push takes it up again",
+                )
+                self._fleet.fail(link, late)
+
+    def _watch(self) -> None:
+        """Raises when the trainer's side has failed, or an engine has whose failure is that of all."""
+        assert self._serving is not None
+        self._serving.check()
+        self._polls()
 
     def _commit(self, link: EngineLink) -> None:
         link.commit(self._version, self._deadline)
@@ -306,44 +350,20 @@ class Delivery:
         def close(link: EngineLink) -> None:
             replaced[link.title] = link.give_up(self._deadline)
 
-        each(self._links, close)
+        each(self._answering(), close)
         engine = getattr(error, "engine", None)
-        causes = (replaced[link.title] for link in self._links if engine in (None, link.title))
+        causes = (cause for title, cause in replaced.items() if engine in (None, title))
         return next((cause for cause in causes if cause is not None), None)
 
     def _let_go(self, error: BaseException) -> None:
         """Resume what has the weights of one version, and say of the others that they stay paused."""
-        each(self._links, lambda link: link.let_go(self._deadline))
-        paused = [link for link in self._links if link.paused]
-        if not paused:
-            return
-        said = (
-            f"still paused until a push succeeds: {self._titles(paused)}, which is torn, or could not "
-            "be asked, or did not resume"
-        )
-        logger.error("vllm-wt: %s", said)
-        if isinstance(error, WeightTransferError):
-            error.cure = f"{error.cure.rstrip('.')}; {said}" if error.cure else said
+        each(self._answering(), lambda link: link.let_go(self._deadline))
+        say_paused(self._links, error)
+
+    def _answering(self) -> list[EngineLink]:
+        """Engines that can be called: one that is stuck would keep the others waiting."""
+        return [link for link in self._links if not link.caller.is_stuck]
 
     @staticmethod
     def _titles(links: Sequence[EngineLink]) -> str:
         return ", ".join(link.title for link in links)
-
-
-class _Watch:
-    """Raises when the trainer's side has failed, or an engine says that its receive has."""
-
-    def __init__(self, serving: Serving, links: Sequence[EngineLink], deadline: Deadline) -> None:
-        self._serving = serving
-        self._links = links
-        self._deadline = deadline
-        self._interval = _POLL_FIRST_S
-        self._next = time.monotonic() + self._interval
-
-    def __call__(self) -> None:
-        self._serving.check()
-        if time.monotonic() < self._next:
-            return
-        each(self._links, lambda link: link.poll(self._deadline))
-        self._interval = min(2 * self._interval, _POLL_MAX_S)
-        self._next = time.monotonic() + self._interval

@@ -304,6 +304,28 @@ class TrainerWeightTransferEngine(ABC):
     def delivered(self) -> int:
         """How many workers have reported that they hold all bytes of what was published last."""
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether a round can go on without an engine that has failed."""
+        return False
+
+    def delivered_to(self, engine: str) -> int:
+        """How many workers of one engine have reported, where `can_leave_out`.
+
+        Args:
+            engine: Its name, as its workers were told at init.
+        """
+        return 0
+
+    def leave_out(self, engine: str, workers: int) -> None:  # noqa: B027
+        """An engine has failed in the round that was published last, which goes on without it: its
+        workers count as if they had everything.
+
+        Args:
+            engine: Its name, as its workers were told at init.
+            workers: How many it has; 0 if it has not told.
+        """
+
     @abstractmethod
     def shutdown(self) -> None:
         """Release everything; idempotent."""

@@ -37,6 +37,8 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """A SHA-256 in hex."""
 Identifier = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
 """A session, owner or reader name."""
+EngineName = Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")]
+"""Short, as it is a part of readers' names."""
 Op = Literal["open", "poll", "seal", "all", "abort", "confirm"]
 """What one ``update_weights`` call asks for. ``all`` is open and seal in one call; ``abort`` gives a
 round of this session up; ``confirm`` fails unless the model is whole and what it got last in this
@@ -227,6 +229,7 @@ class InitInfo(WireInfo):
         tensors: The manifest, in the order of the source.
         manifest_digest: :attr:`Manifest.digest`, checked against ``tensors``.
         deadline_s: Seconds the worker may spend in init.
+        engine: What the trainer calls this engine.
     """
 
     session: Identifier
@@ -234,6 +237,7 @@ class InitInfo(WireInfo):
     manifest_digest: Digest
     protocol: Literal[1] = PROTOCOL
     deadline_s: Seconds = INIT_S
+    engine: EngineName = "engine"
 
     def manifest(self) -> Manifest:
         """The manifest, checked.

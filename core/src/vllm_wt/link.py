@@ -89,6 +89,9 @@ class EngineLink:
         self.title = f"{name} ({address})" if address else name
         self.caller = Caller(f"vllm-wt-{name}")
         """Makes its calls where those of other engines are made at the same time."""
+        self.lost: WeightTransferError | None = None
+        """Why it was left out of a push, if it did not answer; it has no part in others then that go on
+        without who fails."""
         self._trainer = trainer
         self._known = self._told = -1
         self.workers: int | None = None
@@ -111,7 +114,7 @@ class EngineLink:
 
     def begin(self) -> None:
         """A new round, of which nothing has happened yet."""
-        self._idle = getattr(self.client, "idle_between_calls", False) is True
+        self._idle = self.in_process
         self._seconds = dict.fromkeys((field.name for field in fields(Stages)), 0.0)
         self._asked = 0.0
 
@@ -119,6 +122,16 @@ class EngineLink:
     def version(self) -> int | None:
         """What the engine has committed of this session, as far as is known."""
         return self._held.version if self._held is not None and self._held.ticket else None
+
+    @property
+    def answers(self) -> bool:
+        """Whether its last call was answered, by an error maybe."""
+        return self._answers
+
+    @property
+    def in_process(self) -> bool:
+        """Whether its calls are those of an object that only one thread may use."""
+        return getattr(self.client, "idle_between_calls", False) is True
 
     @property
     def stages(self) -> Stages:
@@ -137,7 +150,7 @@ class EngineLink:
         """
         with suppress(WeightTransferError):
             self.paused = self._left_paused(deadline)
-        self._call("init_weight_transfer_engine", info.to_wire())
+        self._call("init_weight_transfer_engine", replace(info, engine=self.name).to_wire())
         self._known = self._trainer.generation
         self.workers = self._world_size()
         self._attempted = self._held = replace(self._info("confirm", deadline), ticket=0, version=0)

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from typing_extensions import Self
@@ -23,9 +23,11 @@ from vllm_wt.deadline import INIT_S, ROUND_S, Deadline, asked_for
 from vllm_wt.delivery import Delivery
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder, shown
+from vllm_wt.fleet import OnFailure
 from vllm_wt.following import Leading, connect_together, follow, teamed
 from vllm_wt.link import EngineLink, Stages
 from vllm_wt.manifest import Manifest
+from vllm_wt.options import require_one_of
 from vllm_wt.reports import WorkerReport
 from vllm_wt.serving import reading
 from vllm_wt.source import Announced, as_source
@@ -40,12 +42,15 @@ class PushResult:
     """What one push did.
 
     Args:
-        version: Version that every engine has now.
+        version: Version that the engines have now.
         nbytes: Payload bytes of a full update.
         tensors: Number of tensors.
         gather_s: Seconds until what is there in full was readable.
         total_s: Seconds of the whole push.
-        engines: Stage times, by engine name; of a group of ranks, the first one has them.
+        engines: Stage times of those that have it, by engine name; of a group of ranks, the first one
+            has them.
+        failed: Why engines were left out, by engine name; always empty unless
+            ``on_failure="exclude"``.
     """
 
     version: int
@@ -54,6 +59,7 @@ class PushResult:
     gather_s: float
     total_s: float
     engines: dict[str, Stages]
+    failed: dict[str, WeightTransferError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,12 @@ class WeightSync:
             return cls(trainer, manifest, links, owned, announces=announces)
 
     def push(
-        self, version: int, *, overlap: bool = True, deadline_s: float = ROUND_S
+        self,
+        version: int,
+        *,
+        overlap: bool = True,
+        on_failure: OnFailure = "raise",
+        deadline_s: float = ROUND_S,
     ) -> PushResult:
         """Put the source's current weights into every engine.
 
@@ -206,11 +217,16 @@ class WeightSync:
             overlap: Whether engines generate while the weights are on their way; if not, each that
                 can be is paused for all of the push. An engine that loads what it receives at once,
                 since it has no memory for a second copy, is paused while it receives in any case.
+            on_failure: ``"raise"``: an engine that fails before the first commit fails the push.
+                ``"exclude"``: it is left out, with its old weights, and the others go on; so is one
+                that has not received everything at nine tenths of the deadline. It is tried again by
+                the next push, unless it did not answer at all: then :meth:`add` brings it back.
             deadline_s: Seconds for the transfer. An engine that does not answer at all is given up at
                 the limits of its client, which are longer; a commit under way is waited for.
 
         Raises:
-            InvalidInfo: The version does not advance, or the source only announces.
+            InvalidInfo: The version does not advance, the source only announces, or the backend cannot
+                go on without an engine.
             WrongOrder: The session is closed, another call of it is running, or a round is open.
             NotPaused: An engine must be paused while it receives, and its client cannot do that.
             WeightTransferError: An engine could not take them. Before the first commit that leaves
@@ -224,13 +240,14 @@ class WeightSync:
             try:
                 deadline = asked_for(deadline_s)
                 version = self._next(version)
+                self._require_on_failure(on_failure)
             except WeightTransferError as error:
                 if isinstance(self._trainer, TogetherTrainer):  # the other ranks wait for this one
                     self._trainer.refuse(error, deadline)
                 raise
             if isinstance(self._trainer, TogetherTrainer) and not self._trainer.team.leads:
                 return self._follow(self._trainer, version, deadline)
-            current = self._new(version, deadline, overlap)
+            current = self._new(version, deadline, overlap, on_failure)
             with self._step(current):
                 current.delivery.begin(whole=True)
                 current.delivery.send()
@@ -337,11 +354,20 @@ class WeightSync:
         total_s = time.perf_counter() - began
         return PushResult(version, self._manifest.nbytes, len(self._manifest), 0.0, total_s, {})
 
-    def _new(self, version: int, deadline: Deadline, overlap: bool) -> _Round:
+    def _new(
+        self, version: int, deadline: Deadline, overlap: bool, on_failure: OnFailure = "raise"
+    ) -> _Round:
         began = time.perf_counter()
         tell("vllm_wt_round_started", version=version)
         kind = Leading if isinstance(self._trainer, TogetherTrainer) else Delivery
-        delivery = kind(self._links, self._trainer, version, deadline, overlap=overlap)
+        delivery = kind(
+            self._links,
+            self._trainer,
+            version,
+            deadline,
+            overlap=overlap,
+            on_failure=on_failure,
+        )
         return _Round(version, delivery, began)
 
     @contextmanager
@@ -367,6 +393,7 @@ class WeightSync:
             gather_s=current.delivery.published_s,
             total_s=time.perf_counter() - current.began,
             engines=stages,
+            failed=current.delivery.failed,
         )
         tell("vllm_wt_round_finished", stats=result)
         return result
@@ -457,6 +484,18 @@ class WeightSync:
                     got=version,
                     cure="number the versions upwards; a new session may start anew",
                 )
+
+    def _require_on_failure(self, on_failure: Any) -> None:
+        require_one_of("on_failure", on_failure, get_args(OnFailure))
+        if on_failure == "exclude" and not self._trainer.can_leave_out:
+            raise InvalidInfo(
+                "This trainer cannot go on without an engine that fails",
+                where="on_failure",
+                backend=self._trainer.backend,
+                expected="'raise'",
+                got="'exclude'",
+                cure="what one engine fails with fails the push; remove() that engine, and push again",
+            )
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:

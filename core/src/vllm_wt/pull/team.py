@@ -78,6 +78,11 @@ class TeamTrainer(TogetherTrainer, PullTrainer):
             return reported * self.team.size
         return reported if reported < self._readers[self.team.rank] else sum(self._readers)
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Each rank has readers of its own, and does not know of which engine."""
+        return False
+
     def shutdown(self) -> None:
         super().shutdown()
         self.team.close()

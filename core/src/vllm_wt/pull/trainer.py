@@ -30,6 +30,7 @@ from vllm_wt.options import require_bucket, require_one_of
 from vllm_wt.packing import as_bytes
 from vllm_wt.pull.copied import Copied
 from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, WITHDRAWN, WORD, Exposure
+from vllm_wt.pull.names import engine_of
 from vllm_wt.pull.pouring import Pouring, require_as_announced
 from vllm_wt.pull.ring import Filling, Nothing, Ring
 from vllm_wt.source import WeightSource
@@ -115,6 +116,8 @@ class PullTrainer(TrainerWeightTransferEngine):
         self._generation = 0
         self._ticket = 0
         self._version = 0
+        self._left_out: dict[str, int] = {}
+        """Engines that this round goes on without, and how many workers they have."""
 
     @property
     def generation(self) -> int:
@@ -181,6 +184,7 @@ class PullTrainer(TrainerWeightTransferEngine):
     def _attempt(self, version: int) -> None:
         """A new one, of which workers know nothing yet."""
         self._version = version
+        self._left_out = {}
         self._ticket = self._settled.next_ticket(self._ticket)
 
     def send(self, readers: int | None, deadline: Deadline, watch: Callable[[], None]) -> None:
@@ -260,6 +264,16 @@ class PullTrainer(TrainerWeightTransferEngine):
 
     def delivered(self) -> int:
         return self._reported(self._ticket)
+
+    @property
+    def can_leave_out(self) -> bool:
+        return True
+
+    def delivered_to(self, engine: str) -> int:
+        return sum(engine_of(name) == engine for name in self._readers_of(self._ticket))
+
+    def leave_out(self, engine: str, workers: int) -> None:
+        self._left_out[engine] = workers
 
     def committed(self, seconds: float) -> int:
         if not self._is_mapped:
@@ -420,8 +434,12 @@ class PullTrainer(TrainerWeightTransferEngine):
                 self._transport.progress()
 
     def _reported(self, number: int) -> int:
+        left_out, readers = self._left_out, self._readers_of(number)
+        return sum(engine_of(name) not in left_out for name in readers) + sum(left_out.values())
+
+    def _readers_of(self, number: int) -> frozenset[str]:
         with self._lock:
-            return len(self._transport.readers(number)) if self._transport else 0
+            return self._transport.readers(number) if self._transport else frozenset()
 
     def _signal(self, signal: int, number: int) -> None:
         """Readers look at this word; what it speaks of has been written before."""

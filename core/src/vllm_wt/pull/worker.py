@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from vllm_wt.loading.staging import Intake
 from vllm_wt.pull.exposure import Exposure
 from vllm_wt.pull.itinerary import Itinerary
 from vllm_wt.pull.mapped import Mapped
+from vllm_wt.pull.names import reader_name
 from vllm_wt.pull.reading import Reading
 from vllm_wt.transport import Transport
 
@@ -64,6 +64,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._exposure: Exposure | None = None
         self._choice = Choice("device", "nothing is received yet")
         self._handle: Handle | None = None
+        self._engine = ""
+        """What the trainer calls this worker's engine."""
         self._counted = True
         self._reading: Reading | Mapped | None = None
         self._watch = threading.Event()
@@ -120,6 +122,7 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._slices, self._choice = planned.slices, planned.choice
         properties = self._transport_cls.properties
         self._handle = self._nearest((init_info.handle, *init_info.others))
+        self._engine = init_info.engine
         self._counted = init_info.verify != "off"
         self._exposure = Exposure.of(init_info, manifest)
         self._itinerary = None
@@ -257,7 +260,7 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         arena = None
         if self._itinerary is not None:
             arena = self._arena.take(self._itinerary.arena_nbytes, self._choice.staging)
-        name = f"worker{self.context.rank}-{uuid.uuid4().hex[:12]}"
+        name = reader_name(self._engine, self.context.rank)
         transport: Any = self._transport_cls(name, self._device)
         backend = self.context.backend
         try:

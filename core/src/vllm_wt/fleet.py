@@ -1,0 +1,127 @@
+"""The engines of one round: those that are in it, and why others are not any more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from vllm_wt.abreast import each, failures, unanswered
+from vllm_wt.deadline import Deadline
+from vllm_wt.engine import TrainerWeightTransferEngine
+from vllm_wt.errors import WeightTransferError
+from vllm_wt.link import EngineLink
+
+logger = logging.getLogger(__name__)
+
+OnFailure = Literal["raise", "exclude"]
+"""What becomes of a push before its first commit when an engine fails."""
+
+_DISMISS_S = 2.0
+"""Least seconds that an engine which was left out has to end its round."""
+
+
+class Fleet:
+    """The engines of one round.
+
+    Args:
+        links: All engines of the session.
+        trainer: The trainer's side.
+        deadline: Of the round.
+        on_failure: ``"raise"``: what fails is raised. ``"exclude"``: who fails is left out, while there
+            are others.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[EngineLink],
+        trainer: TrainerWeightTransferEngine,
+        deadline: Deadline,
+        on_failure: OnFailure,
+    ) -> None:
+        self.links = list(links)
+        """Those that are in the round."""
+        self.left_out: dict[EngineLink, WeightTransferError] = {}
+        """The others, and why."""
+        self.excludes = on_failure == "exclude"
+        self._trainer = trainer
+        self._deadline = deadline
+
+    def begin(self) -> None:
+        """A version was published: those that do not answer have no part in it.
+
+        Raises:
+            Timeout: One still has not answered a call of an earlier push.
+        """
+        for link in list(self.links):
+            if link.caller.is_stuck:
+                self.fail(link, link.lost or unanswered(link))
+            elif link.lost is not None and self.excludes:
+                self.fail(link, link.lost)
+
+    def each(self, step: Callable[[EngineLink], object], *, bounded: bool = True) -> None:
+        """Take a step with every engine that is in the round, at the same time.
+
+        Args:
+            step: What to do with each.
+            bounded: Whether an engine that does not answer by the deadline may be left out then.
+
+        Raises:
+            WeightTransferError: Of the first engine that failed; if others go on, of none unless all
+                have failed.
+        """
+        if not self.excludes:
+            each(self.links, step)
+            return
+        for link, error in failures(self.links, step, self._deadline if bounded else None):
+            self._leave_out(link, error)
+        self._require_any()
+
+    def fail(self, link: EngineLink, error: WeightTransferError) -> None:
+        """An engine has failed; raises that, as of `each`."""
+        if not self.excludes:
+            raise error
+        self._leave_out(link, error)
+        self._require_any()
+
+    def dismiss(self) -> None:
+        """End the round of those that were left out, as far as they answer; let them go on if they
+        can."""
+        answering = [link for link in self.left_out if link.lost is None]
+
+        def end(link: EngineLink) -> None:
+            replaced = link.give_up(self._deadline)
+            if replaced is not None:
+                self.left_out[link] = replaced
+            link.let_go(self._deadline)
+
+        if answering:
+            failures(answering, end, Deadline(max(_DISMISS_S, self._deadline.remaining())))
+        for link, error in self.left_out.items():
+            say_paused([link], error)
+
+    def _leave_out(self, link: EngineLink, error: WeightTransferError) -> None:
+        logger.warning("vllm-wt: %s is left out of this push: %s", link.title, error)
+        self.links.remove(link)
+        self.left_out[link] = error
+        if not link.answers or link.caller.is_stuck:
+            link.lost = error
+        self._trainer.leave_out(link.name, link.workers or 0)
+
+    def _require_any(self) -> None:
+        if not self.links:
+            raise next(iter(self.left_out.values()))
+
+
+def say_paused(links: Sequence[EngineLink], error: BaseException) -> None:
+    """Say in an error which engines stay paused, if any does."""
+    paused = ", ".join(link.title for link in links if link.paused)
+    if not paused:
+        return
+    said = (
+        f"still paused until a push succeeds: {paused}, which is torn, or could not be asked, or did "
+        "not resume"
+    )
+    logger.error("vllm-wt: %s", said)
+    if isinstance(error, WeightTransferError):
+        error.cure = f"{error.cure.rstrip('.')}; {said}" if error.cure else said
