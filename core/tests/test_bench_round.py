@@ -35,7 +35,7 @@ from vllm_wt.cli.bench_round_sides import Setting, Side
 from vllm_wt.cli.bench_round_timing import copy_rate, timed_rounds
 from vllm_wt.errors import BackendUnavailable, EngineError, InvalidInfo, Timeout
 from vllm_wt.link import Stages
-from vllm_wt.session import PushResult
+from vllm_wt.results import PushResult
 from vllm_wt.sources.checkpoint import manifest_of
 
 CPU = torch.device("cpu")

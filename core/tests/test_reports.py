@@ -13,7 +13,7 @@ import torch
 
 from vllm_wt import methods
 from vllm_wt.bridge import gate
-from vllm_wt.connecting import connect_each
+from vllm_wt.connecting import Claim, connect_each
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import (
@@ -302,7 +302,7 @@ def make_link(transport_cls):
 
 def test_an_engine_is_asked_for_its_reports(make_link, transport_cls, loader):
     link = make_link(Telling(transport_cls, loader))
-    connect_each(link._trainer, [link], Deadline(30))
+    connect_each(link._trainer, [link], Deadline(30), Claim())
     (report,) = link.reports(Deadline(30))
     assert (report.rank, report.version, report.torn, report.state) == (0, None, False, "idle")
     assert report.facts["arena_nbytes"] >= report.facts["needed_nbytes"] > 0
@@ -345,10 +345,10 @@ def test_reports_are_no_word_on_whose_the_engine_is(make_link, transport_cls, lo
     client = Telling(transport_cls, loader)
     client.pause = client.resume = lambda: client.calls.append("resume or pause")
     link = make_link(client)
-    connect_each(link._trainer, [link], Deadline(30))
+    connect_each(link._trainer, [link], Deadline(30), Claim())
     link.pause()
     other = make_link(client)
-    connect_each(other._trainer, [other], Deadline(30))
+    connect_each(other._trainer, [other], Deadline(30), Claim())
     with pytest.raises(Exception, match="Another trainer"):
         link.ask(Deadline(30))
     client.calls.clear()

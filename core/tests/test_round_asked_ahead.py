@@ -11,8 +11,8 @@ import torch
 from vllm_wt.clients.local import Answer
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, ManifestMismatch, PeerDead, Timeout, WeightTransferError
+from vllm_wt.results import EngineStatus
 from vllm_wt.round import State
-from vllm_wt.session import EngineStatus
 from vllm_wt.source import StateDictSource
 from vllm_wt.sources.tensors import _Look
 

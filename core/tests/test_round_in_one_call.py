@@ -29,8 +29,8 @@ from vllm_wt.errors import (
     from_text,
 )
 from vllm_wt.ranks import Report
+from vllm_wt.results import EngineStatus
 from vllm_wt.round import State, WorkerRound
-from vllm_wt.session import EngineStatus
 from vllm_wt.source import StateDictSource
 
 from .conftest import DictLoader

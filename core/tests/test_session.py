@@ -721,10 +721,10 @@ def test_push_after_close(connect, engine):
 
 def test_no_thread_outlives_a_push(connect, engine, monkeypatch):
     monkeypatch.setattr("vllm_wt.polling._FIRST_S", 60.0)  # it is asked on a thread that is kept
-    before = set(threading.enumerate())
     sync = connect(engine, state())
+    before = set(threading.enumerate())
     sync.push(1)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile
 
 
 class _AsyncLLM:

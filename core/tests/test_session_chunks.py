@@ -23,7 +23,7 @@ from vllm_wt.errors import (
     WrongOrder,
 )
 from vllm_wt.pull import PullTrainer
-from vllm_wt.session import EngineStatus
+from vllm_wt.results import EngineStatus
 from vllm_wt.source import Announced
 
 from .conftest import DictLoader

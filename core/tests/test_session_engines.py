@@ -13,7 +13,7 @@ import torch
 
 from vllm_wt import abreast
 from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, TornModel, TransportError
-from vllm_wt.session import EngineStatus
+from vllm_wt.results import EngineStatus
 
 from .conftest import DictLoader
 from .support.engines import PausingEngine, assert_equal, connecting

@@ -11,7 +11,7 @@ from vllm_wt.deadline import Deadline
 from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, TornModel, TransportError
 from vllm_wt.pull import PullTrainer
 from vllm_wt.pull.names import engine_of, reader_name
-from vllm_wt.session import EngineStatus
+from vllm_wt.results import EngineStatus
 
 from .conftest import DictLoader
 from .support.engines import PausingEngine, assert_equal, connecting

@@ -17,7 +17,7 @@ from vllm_wt.errors import (
     UnsupportedVllm,
     WeightTransferError,
 )
-from vllm_wt.session import EngineStatus
+from vllm_wt.results import EngineStatus
 
 from .support.engines import InProcessEngine, PausingEngine, assert_equal, connecting
 

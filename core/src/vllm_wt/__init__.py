@@ -13,7 +13,8 @@ from vllm_wt.spec import BackendSpec, Kind
 
 if TYPE_CHECKING:
     from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
-    from vllm_wt.session import EngineStatus, PushResult, WeightSync
+    from vllm_wt.results import EngineStatus, PushResult
+    from vllm_wt.session import WeightSync
     from vllm_wt.source import (
         Announced,
         ModuleSource,
@@ -45,9 +46,9 @@ __all__ = [
 
 _LAZY = {
     "Announced": "vllm_wt.source",
-    "EngineStatus": "vllm_wt.session",
+    "EngineStatus": "vllm_wt.results",
     "ModuleSource": "vllm_wt.source",
-    "PushResult": "vllm_wt.session",
+    "PushResult": "vllm_wt.results",
     "SafetensorsSource": "vllm_wt.source",
     "StateDictSource": "vllm_wt.source",
     "TrainerWeightTransferEngine": "vllm_wt.engine",

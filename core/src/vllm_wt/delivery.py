@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,9 @@ class Delivery:
         self._links = links
         self._fleet = Fleet(links, trainer, deadline, on_failure)
         self._trainer = trainer
-        self._version = version
+        self.version = version
+        self.is_read = threading.Event()
+        """Set once no engine reads what was published: nothing of it is needed any more."""
         self._deadline = deadline
         self._overlap = overlap
         known = [link.workers for link in links if link.workers is not None]
@@ -111,7 +114,7 @@ class Delivery:
             if whole:
                 self._ask_ahead()
             with reading("publish", self._deadline):
-                self._trainer.publish(self._version, self._deadline)
+                self._trainer.publish(self.version, self._deadline)
             self.published_s = time.perf_counter() - began
             if self._is_asked and not self._trainer.went_ahead:
                 self._drop()
@@ -176,6 +179,10 @@ class Delivery:
     def failed(self) -> dict[str, WeightTransferError]:
         """Why engines were left out, by their names."""
         return {link.name: error for link, error in self._fleet.left_out.items()}
+
+    def cancel(self, reason: str) -> None:
+        """Have it fail soon, unless engines commit already; from any thread."""
+        self._deadline.cancel(reason)
 
     def give_up(self, error: BaseException) -> BaseException:
         """End the round before its commit, for ``error``; returns that, or what is behind it.
@@ -254,9 +261,9 @@ class Delivery:
         """Ask the engine for the whole round, if it may wait for what is published."""
         if not (self._goes_ahead and self._can_be_at_once() and self._links[0].knows_where):
             return
-        if self._trainer.go_ahead(self._version):
+        if self._trainer.go_ahead(self.version):
             self._is_asked = True  # first: an interrupt may come while it is being asked
-            self._is_asked = self._links[0].ask_round(self._version, self._deadline)
+            self._is_asked = self._links[0].ask_round(self.version, self._deadline)
 
     def _drop(self) -> None:
         """Wait until the engine has let go of a round that it was asked for, and does not get."""
@@ -271,7 +278,7 @@ class Delivery:
         if self._at_once:
             (link,) = self._links
             end = link.end_round if self._is_asked else link.run_round
-            has_ended = end(self._version, self._deadline)
+            has_ended = end(self.version, self._deadline)
             self._is_asked = False
             if has_ended:
                 link.resume()
@@ -303,6 +310,8 @@ class Delivery:
         for link in self._fleet.links:
             link.received()
         self._fleet.each(lambda link: link.seal(self._deadline))
+        if not self._trainer.is_loaded_from:
+            self.is_read.set()
 
     def _await(self, readers: int, serving: Serving) -> None:
         """Until every worker has reported, or an engine has failed."""
@@ -340,7 +349,7 @@ class Delivery:
         self._polls()
 
     def _commit(self, link: EngineLink) -> None:
-        link.commit(self._version, self._deadline)
+        link.commit(self.version, self._deadline)
         link.resume()
 
     def _close_rounds(self, error: BaseException) -> Superseded | None:

@@ -279,6 +279,11 @@ class TrainerWeightTransferEngine(ABC):
             WeightTransferError: That was written to or freed meanwhile: the engine may mix versions.
         """
 
+    @property
+    def is_loaded_from(self) -> bool:
+        """Whether engines load from the trainer's own memory, until their commit has ended."""
+        return False
+
     def settle(self) -> None:  # noqa: B027
         """The round is over, well or not; called once after each ``publish``, whatever became of it.
 

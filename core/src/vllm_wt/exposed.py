@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vllm_wt.errors import ManifestMismatch
 from vllm_wt.loading.regions import extent
-from vllm_wt.packing import as_bytes
+from vllm_wt.manifest import TensorMeta
+from vllm_wt.packing import as_bytes, meta_of
 from vllm_wt.packing.places import are_at, places_of
 
 
@@ -121,6 +122,23 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
             expected=f"{tensor.numel() * tensor.element_size()} bytes",
             got=f"a storage of {tensor.untyped_storage().nbytes()} bytes",
             cure="push while its weights are in memory (an offloaded or resharded module has none)",
+        )
+
+
+def require_as_announced(metas: Mapping[str, TensorMeta], name: str, tensor: torch.Tensor) -> None:
+    """A source is the user's own code, and its tensors need not be what its manifest says.
+
+    Raises:
+        ManifestMismatch: This one is not.
+    """
+    got, expected = meta_of(name, tensor), metas[name]
+    if got != expected:
+        raise ManifestMismatch(
+            f"Tensor {name!r} is not what the source's manifest says",
+            where="source",
+            expected=f"{expected.dtype} {list(expected.shape)}",
+            got=f"{got.dtype} {list(got.shape)}",
+            cure="let the source's manifest and its tensors agree",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from vllm_wt.connecting import connect_each
+from vllm_wt.connecting import Claim, connect_each
 from vllm_wt.deadline import Deadline
 from vllm_wt.delivery import Delivery
 from vllm_wt.errors import WeightTransferError
@@ -42,7 +42,7 @@ def teamed(group: Any, deadline: Deadline) -> Iterator[Team | None]:
 
 
 def connect_together(
-    trainer: TogetherTrainer, links: Sequence[EngineLink], deadline: Deadline
+    trainer: TogetherTrainer, links: Sequence[EngineLink], deadline: Deadline, claim: Claim
 ) -> None:
     """Connect engines to all ranks.
 
@@ -50,6 +50,7 @@ def connect_together(
         trainer: This rank's.
         links: The engines; the first rank has them.
         deadline: Of the whole.
+        claim: How they are wanted.
 
     Raises:
         WeightTransferError: What failed on any rank.
@@ -60,7 +61,7 @@ def connect_together(
     owners: list[str] | None = None
     with serving(trainer):
         try:
-            connect_each(trainer, links, deadline)
+            connect_each(trainer, links, deadline, claim)
             known = [link.workers for link in links if link.workers is not None]
             workers = sum(known) if len(known) == len(links) else None
             owners = _owners(links, deadline)

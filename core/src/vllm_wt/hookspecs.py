@@ -8,7 +8,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from vllm_wt.errors import WeightTransferError
-    from vllm_wt.session import PushResult
+    from vllm_wt.results import PushResult
     from vllm_wt.spec import BackendSpec
 
 PROJECT = "vllm_wt"

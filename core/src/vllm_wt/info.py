@@ -221,6 +221,27 @@ class TensorInfo(WireInfo):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainerInfo(WireInfo):
+    """Which process a trainer is, so that an engine need not change its trainer unnoticed.
+
+    Args:
+        host: Its name.
+        pid: Of the process there.
+        born: When that has begun, in clock ticks since its host has.
+        beacon: Address and port where it answers as long as it lives; empty for none.
+    """
+
+    host: Annotated[str, Field(max_length=256)]
+    pid: Count
+    born: Count
+    beacon: Annotated[str, Field(max_length=256)] = ""
+
+    def is_same_process(self, other: TrainerInfo) -> bool:
+        """Whether both are sessions of one process."""
+        return (self.host, self.pid, self.born) == (other.host, other.pid, other.born)
+
+
+@dataclass(frozen=True, kw_only=True)
 class InitInfo(WireInfo):
     """What every backend's ``init_info`` has.
 
@@ -230,6 +251,8 @@ class InitInfo(WireInfo):
         manifest_digest: :attr:`Manifest.digest`, checked against ``tensors``.
         deadline_s: Seconds the worker may spend in init.
         engine: What the trainer calls this engine.
+        trainer: Which process it is; None where it does not say.
+        takes_over: Whether it wants the engine from a trainer that lives, too.
     """
 
     session: Identifier
@@ -238,6 +261,8 @@ class InitInfo(WireInfo):
     protocol: Literal[1] = PROTOCOL
     deadline_s: Seconds = INIT_S
     engine: EngineName = "engine"
+    trainer: TrainerInfo | None = None
+    takes_over: bool = False
 
     def manifest(self) -> Manifest:
         """The manifest, checked.

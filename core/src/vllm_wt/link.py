@@ -150,7 +150,7 @@ class EngineLink:
         """
         with suppress(WeightTransferError):
             self.paused = self._left_paused(deadline)
-        self._call("init_weight_transfer_engine", replace(info, engine=self.name).to_wire())
+        self._call("init_weight_transfer_engine", info.to_wire())
         self._known = self._trainer.generation
         self.workers = self._world_size()
         self._attempted = self._held = replace(self._info("confirm", deadline), ticket=0, version=0)

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm_wt.agreement import GRACE_S, Agreement
+from vllm_wt.beacon import lives
 from vllm_wt.commit import commit
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.engine import WeightTransferEngine
@@ -39,7 +40,7 @@ from vllm_wt.errors import (
     WeightTransferError,
     WrongOrder,
 )
-from vllm_wt.info import UpdateInfo
+from vllm_wt.info import InitInfo, TrainerInfo, UpdateInfo
 from vllm_wt.loading.apply import ModelLoader
 from vllm_wt.loading.staging import Intake, Known, Staging, Streaming
 from vllm_wt.manifest import Manifest
@@ -81,6 +82,7 @@ class WorkerRound:
         self._backend = engine.context.backend
         self._agreement = Agreement(ranks, self._backend, self._abandon)
         self._session: str | None = None
+        self._trainer: TrainerInfo | None = None
         self._manifest: Manifest | None = None
         self._intake: Intake | None = None
         self._staging: Staging | Streaming | None = None
@@ -112,6 +114,7 @@ class WorkerRound:
         try:
             info = self._engine.init_info_cls.from_wire(data, backend=self._backend)
             seconds = info.deadline_s
+            self._require_free(info)
             manifest = info.manifest()
             plan = self._loader.rehearse(manifest)
         except Exception as caught:
@@ -133,8 +136,25 @@ class WorkerRound:
         if self._agreed(phase, error, seconds):
             assert info is not None
             self._session, self._manifest = info.session, manifest
+            self._trainer = info.trainer
             if info.session != former:
                 self.version, self._committed = None, 0
+
+    def _require_free(self, info: InitInfo) -> None:
+        """A second trainer must mean it, if the first one lives and is another process."""
+        former, new = self._trainer, info.trainer
+        if info.takes_over or former is None or self._session in (None, info.session):
+            return
+        if (new is not None and former.is_same_process(new)) or not lives(former, self._session):
+            return
+        raise WrongOrder(
+            "The engine has a trainer already, which lives",
+            where="init_weight_transfer_engine",
+            expected="an engine without one, or whose trainer has ended",
+            got=f"process {former.pid} on {former.host}, session {self._session}, which answers at "
+            f"{former.beacon}",
+            cure="close that trainer's session; or take the engine over by WeightSync.reconnect",
+        )
 
     def start(self) -> None:
         """A round begins; cheap.

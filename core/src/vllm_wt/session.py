@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from typing_extensions import Self
@@ -18,72 +19,26 @@ from vllm_wt import registry
 from vllm_wt.backends import trainer_engine
 from vllm_wt.clients import as_clients, hosts_of
 from vllm_wt.clients.http import HttpClient
-from vllm_wt.connecting import connect_each
+from vllm_wt.connecting import Claim, connect_each
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline, asked_for
 from vllm_wt.delivery import Delivery
 from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder, shown
 from vllm_wt.fleet import OnFailure
 from vllm_wt.following import Leading, connect_together, follow, teamed
-from vllm_wt.link import EngineLink, Stages
+from vllm_wt.link import EngineLink
 from vllm_wt.manifest import Manifest
 from vllm_wt.options import require_one_of
+from vllm_wt.publication import Publication
 from vllm_wt.reports import WorkerReport
+from vllm_wt.results import EngineStatus, PushResult
 from vllm_wt.serving import reading
 from vllm_wt.source import Announced, as_source
 from vllm_wt.sources.announced import handed_over
+from vllm_wt.sources.snapshot import Place, Snapshot
 from vllm_wt.together import TogetherTrainer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """What one push did.
-
-    Args:
-        version: Version that the engines have now.
-        nbytes: Payload bytes of a full update.
-        tensors: Number of tensors.
-        gather_s: Seconds until what is there in full was readable.
-        total_s: Seconds of the whole push.
-        engines: Stage times of those that have it, by engine name; of a group of ranks, the first one
-            has them.
-        failed: Why engines were left out, by engine name; always empty unless
-            ``on_failure="exclude"``.
-    """
-
-    version: int
-    nbytes: int
-    tensors: int
-    gather_s: float
-    total_s: float
-    engines: dict[str, Stages]
-    failed: dict[str, WeightTransferError] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """What one engine says of itself.
-
-    Args:
-        name: As in errors and in :attr:`PushResult.engines`.
-        version: What it has committed last in this session, None for nothing or not known.
-        torn: It mixes weights of two versions and must not generate before a full push.
-        error: Why it could not be asked; the rest is what was known before.
-        paused: It is paused. One that a push has left so, since it is torn, or could not be asked, or
-            did not resume, goes on after the next push that succeeds; one that somebody else has
-            paused is theirs to resume.
-        workers: What each of its workers says of itself, by rank: its version, where it receives and
-            why, how much memory that takes. Empty where that is not told.
-    """
-
-    name: str
-    version: int | None
-    torn: bool
-    error: str | None = None
-    paused: bool = False
-    workers: tuple[WorkerReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,14 +72,22 @@ class WeightSync:
         manifest: Manifest,
         links: list[EngineLink],
         owned: Sequence[HttpClient],
+        claim: Claim,
         *,
         announces: bool = False,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self._trainer = trainer
+        self._claim = claim
+        self._snapshot = snapshot
+        self._kept: int | None = None
+        """Version that the snapshot is of."""
+        self._named = len(links)
+        self._publication: Publication | None = None
         self._announces = announces
         self._manifest = manifest
         self._links = links
-        self._owned = owned
+        self._owned = list(owned)
         self._closed = False
         self._round: _Round | None = None
         self._busy = threading.Lock()
@@ -137,10 +100,14 @@ class WeightSync:
         backend: str,
         source: Any,
         group: Any = None,
+        snapshot: Literal["none", "device", "host"] = "none",
         deadline_s: float = INIT_S,
         **options: Any,
     ) -> Self:
         """Connect to engines.
+
+        An engine that has a trainer which lives, in another process, is left to it; see
+        :meth:`reconnect`.
 
         A trainer whose ranks each have all weights on a GPU that also has a worker connects on all of
         them with ``group``: every worker reads the rank on its own GPU. So does one whose ranks each
@@ -157,18 +124,62 @@ class WeightSync:
                 making its tensors is a collective, the other ranks call `vllm_wt.source.take_part`
                 once for each `push`; nothing is made here. Or an `Announced`, for :meth:`begin`.
             group: A ``torch.distributed`` process group of the trainer's ranks.
+            snapshot: Whether each version is copied when it is pushed, and read from the copy: to
+                memory of the weights' ``"device"``, or of the ``"host"``. Then the trainer may go on
+                while engines read (:meth:`publish`), and an engine that comes later gets that version
+                (:meth:`add`). It takes as much memory as the weights.
             deadline_s: Seconds for the whole of it.
             options: Options of the backend.
 
         Raises:
             BackendUnavailable: No such backend here.
             InvalidInfo: An argument is wrong.
+            WrongOrder: An engine has another trainer, which lives.
             WeightTransferError: What an engine or the fabric refused, typed.
         """
+        return cls._connected(
+            engines, backend, source, group, snapshot, deadline_s, options, takes_over=False
+        )
+
+    @classmethod
+    def reconnect(
+        cls,
+        engines: Any,
+        *,
+        backend: str,
+        source: Any,
+        group: Any = None,
+        snapshot: Literal["none", "device", "host"] = "none",
+        deadline_s: float = INIT_S,
+        **options: Any,
+    ) -> Self:
+        """:meth:`connect`, with engines that have another trainer, be it alive, too.
+
+        For a trainer that was started again while the former one may still hang somewhere. That one
+        hears of it by ``Superseded`` when it pushes next, and has no part in the engines any more.
+        """
+        return cls._connected(
+            engines, backend, source, group, snapshot, deadline_s, options, takes_over=True
+        )
+
+    @classmethod
+    def _connected(
+        cls,
+        engines: Any,
+        backend: str,
+        source: Any,
+        group: Any,
+        snapshot: Any,
+        deadline_s: float,
+        options: dict[str, Any],
+        *,
+        takes_over: bool,
+    ) -> Self:
         deadline = asked_for(deadline_s)
         with teamed(group, deadline) as team:
             weights = as_source(source)
             announces = isinstance(weights, Announced)
+            _require_snapshot(snapshot, announces)
             if team is not None:
                 _require_values(announces)
                 options["team"] = team
@@ -176,6 +187,8 @@ class WeightSync:
             clients, owned = as_clients(engines) if leads else ([], [])
             try:
                 with reading("connect", deadline):
+                    kept = None if snapshot == "none" else Snapshot(weights, snapshot)
+                    weights = kept or weights
                     manifest = weights.manifest()
                     trainer = trainer_engine(backend, weights, **options)
             except BaseException:
@@ -187,15 +200,106 @@ class WeightSync:
                     EngineLink(client, trainer, f"engine{index}")
                     for index, client in enumerate(clients)
                 ]
+                claim = Claim(takes_over)
                 if isinstance(trainer, TogetherTrainer):
-                    connect_together(trainer, links, deadline)
+                    connect_together(trainer, links, deadline, claim)
                 else:
-                    connect_each(trainer, links, deadline)
+                    connect_each(trainer, links, deadline, claim)
             except BaseException:
                 trainer.shutdown()
                 _close_all(owned)
                 raise
-            return cls(trainer, manifest, links, owned, announces=announces)
+            return cls(trainer, manifest, links, owned, claim, announces=announces, snapshot=kept)
+
+    def add(self, engines: Any, *, deadline_s: float = INIT_S) -> list[str]:
+        """Connect further engines; those that are connected go on, and hear nothing of it.
+
+        With a snapshot they get the version that was pushed last, at once; without, what is pushed
+        next. The address of an engine of the session, or the object, takes that one's place: it was
+        started again, say.
+
+        Args:
+            engines: As of :meth:`connect`.
+            deadline_s: Seconds for the whole of it.
+
+        Returns:
+            Their names in results and errors.
+
+        Raises:
+            InvalidInfo: An argument is wrong, or the trainer has connected by a ``group``.
+            WrongOrder: The session is closed, another call of it is running, a round is open, or an
+                engine has another trainer, which lives.
+            WeightTransferError: As of :meth:`connect` and :meth:`push`. The session is as it was.
+        """
+        deadline = asked_for(deadline_s)
+        with self._alone("add"):
+            self._require_next("add")
+            if isinstance(self._trainer, TogetherTrainer):
+                raise InvalidInfo(
+                    "Engines cannot be added to a trainer of several ranks",
+                    where="add",
+                    expected="a session without group",
+                    got=f"a group of {self._trainer.team.size} ranks",
+                    cure="connect again on all ranks, with all engines",
+                )
+            clients, owned = as_clients(engines)
+            try:
+                replaced = [_of_same_engine(client, self._links) for client in clients]
+                links = [
+                    EngineLink(client, self._trainer, former.name if former else self._new_name())
+                    for client, former in zip(clients, replaced, strict=True)
+                ]
+                connect_each(self._trainer, links, deadline, self._claim)
+                if self._kept is not None:
+                    delivery = Delivery(links, self._trainer, self._kept, deadline, overlap=True)
+                    delivery.begin(whole=True)
+                    delivery.send()
+                    delivery.end()
+            except BaseException:
+                _close_all(owned)
+                raise
+            for former in replaced:
+                if former is not None:
+                    self._drop(former)
+            self._links += links
+            self._owned += owned
+            return [link.name for link in links]
+
+    def remove(self, name: str) -> None:
+        """Leave an engine to itself; it keeps its weights, and the others go on.
+
+        Args:
+            name: As in results and errors: ``engine0``, say.
+
+        Raises:
+            InvalidInfo: The session has no such engine.
+            WrongOrder: The session is closed, another call of it is running, or a round is open.
+        """
+        with self._alone("remove"):
+            self._require_next("remove")
+            link = next((link for link in self._links if link.name == name), None)
+            if link is None:
+                raise InvalidInfo(
+                    "The session has no such engine",
+                    where="name",
+                    expected=" or ".join(link.name for link in self._links)
+                    or "none: it has no engines",
+                    got=shown(name),
+                    cure="see status() for the names",
+                )
+            if not link.caller.is_stuck:
+                link.leave()
+            self._drop(link)
+
+    def _new_name(self) -> str:
+        self._named += 1
+        return f"engine{self._named - 1}"
+
+    def _drop(self, link: EngineLink) -> None:
+        self._links.remove(link)
+        if link.client in self._owned:
+            self._owned.remove(link.client)
+            link.client.close()
 
     def push(
         self,
@@ -239,19 +343,112 @@ class WeightSync:
             deadline = Deadline(ROUND_S)
             try:
                 deadline = asked_for(deadline_s)
-                version = self._next(version)
-                self._require_on_failure(on_failure)
+                version = self._next("push", version, on_failure)
+                self._take_snapshot(deadline)
             except WeightTransferError as error:
                 if isinstance(self._trainer, TogetherTrainer):  # the other ranks wait for this one
                     self._trainer.refuse(error, deadline)
                 raise
             if isinstance(self._trainer, TogetherTrainer) and not self._trainer.team.leads:
                 return self._follow(self._trainer, version, deadline)
+            return self._deliver(self._new(version, deadline, overlap, on_failure))
+
+    def publish(
+        self,
+        version: int,
+        *,
+        overlap: bool = True,
+        on_failure: OnFailure = "raise",
+        deadline_s: float = ROUND_S,
+    ) -> None:
+        """:meth:`push` that does not wait for the engines: it goes on in the background.
+
+        With a snapshot the trainer may write to its weights as soon as this has returned, without one
+        as soon as :meth:`wait_readers` has. :meth:`wait` is for what has become of it, and comes before
+        the next call of `publish` or `push`.
+
+        Args:
+            version: As of :meth:`push`, and so are the others.
+
+        Raises:
+            InvalidInfo: As of :meth:`push`; or weights have to be gathered, which needs a snapshot; or
+                an engine lives in this process, where only one thread may use it.
+            WrongOrder: As of :meth:`push`; or what was published last is still under way.
+            WeightTransferError: As of :meth:`push`, of the snapshot.
+        """
+        deadline = asked_for(deadline_s)
+        with self._alone("publish"):
+            version = self._next("publish", version, on_failure)
+            self._require_background()
+            self._take_snapshot(deadline)
             current = self._new(version, deadline, overlap, on_failure)
-            with self._step(current):
-                current.delivery.begin(whole=True)
-                current.delivery.send()
-                return self._end(current)
+            self._publication = Publication(current.delivery, partial(self._deliver, current))
+
+    def wait_readers(self) -> None:
+        """Wait until no engine reads what was published last: its memory may be written to then.
+
+        Raises:
+            WrongOrder: Nothing was published.
+            WeightTransferError: The push has failed; nobody reads it any more.
+        """
+        self._published("wait_readers").wait_readers()
+
+    def wait(self) -> PushResult:
+        """Wait for the end of what was published last.
+
+        Raises:
+            WrongOrder: Nothing was published.
+            WeightTransferError: As of :meth:`push`.
+        """
+        return self._published("wait").wait()
+
+    def _published(self, call: str) -> Publication:
+        if self._publication is None:
+            raise WrongOrder(
+                f"{call} without a version that was published",
+                where=call,
+                expected="publish(version) before",
+                got="none",
+                cure="publish one; push returns when all is done",
+            )
+        return self._publication
+
+    def _take_snapshot(self, deadline: Deadline) -> None:
+        if self._snapshot is not None:
+            self._kept = None  # until all of it is there
+            with reading("snapshot", deadline):
+                self._snapshot.take()
+
+    def _deliver(self, current: _Round) -> PushResult:
+        with self._step(current):
+            current.delivery.begin(whole=True)
+            if self._snapshot is not None:
+                self._kept = current.version
+            current.delivery.send()
+            return self._end(current)
+
+    def _require_background(self) -> None:
+        weights = self._trainer.source
+        with reading("publish", Deadline(ROUND_S)):
+            makes = bool(weights.made)
+        if makes or isinstance(self._trainer, TogetherTrainer):
+            raise InvalidInfo(
+                "Weights that all ranks of a trainer make or send cannot be pushed in the background",
+                where="publish",
+                expected="weights that are there in full, or a snapshot of them, on one rank",
+                got="a group of ranks"
+                if isinstance(self._trainer, TogetherTrainer)
+                else f"{len(weights.made)} tensors that are made in each push",
+                cure='connect with snapshot="host" or "device", without group; or push',
+            )
+        if any(link.in_process for link in self._links):
+            raise InvalidInfo(
+                "An engine of this process is used by one thread only",
+                where="publish",
+                expected="engines behind a URL, or an AsyncLLM",
+                got="a vllm.LLM",
+                cure="push instead; nothing can be generated meanwhile in any case",
+            )
 
     def begin(self, version: int, *, overlap: bool = True, deadline_s: float = ROUND_S) -> None:
         """Begin a round whose tensors are handed over with :meth:`send`.
@@ -332,14 +529,23 @@ class WeightSync:
         with self._alone("abort"):
             self._abort("the trainer has given it up")
 
-    def _next(self, given: Any) -> int:
+    def _next(self, call: str, given: Any, on_failure: Any) -> int:
         """The version of a push, if that may be made."""
-        self._require_next("push")
+        self._require_next(call)
         version = _version(given)
+        self._require_on_failure(on_failure)
+        if not self._links and not isinstance(self._trainer, TogetherTrainer):
+            raise InvalidInfo(
+                "The session has no engines",
+                where=call,
+                expected="at least one",
+                got="none",
+                cure="add() one",
+            )
         if self._announces:
             raise InvalidInfo(
                 "The session's source only announces what will be sent",
-                where="push",
+                where=call,
                 expected="a source with values",
                 got="an Announced",
                 cure="hand the tensors over with begin, send and end; or connect with the module or "
@@ -415,7 +621,7 @@ class WeightSync:
         """
         deadline = asked_for(deadline_s)
         with self._alone("status"):
-            self._require_none_open("status")
+            self._require_idle("status")
             return [self._status_of(link, deadline) for link in self._links]
 
     def close(self) -> None:
@@ -426,12 +632,15 @@ class WeightSync:
         An engine that a failed push has left paused stays so, unless it is known to be whole by now.
         """
         with self._alone("close"):
+            if self._publication is not None:
+                self._publication.give_up("the session was closed")
             self._abort("the session was closed")
             if not self._closed:
                 for link in self._links:
                     link.leave()
             self._closed = True
             self._trainer.shutdown()
+            self._claim.beacon.close()
             _close_all(self._owned)
 
     def _status_of(self, link: EngineLink, deadline: Deadline) -> EngineStatus:
@@ -451,7 +660,19 @@ class WeightSync:
         """A round may begin."""
         if self._closed:
             raise WrongOrder(f"{call} after close", where=call, cure="connect again")
+        self._require_idle(call)
+
+    def _require_idle(self, call: str) -> None:
+        """No round is under way."""
         self._require_none_open(call)
+        if self._publication is not None and not self._publication.is_over:
+            raise WrongOrder(
+                f"{call} while a version that was published is under way",
+                where=call,
+                expected="wait() first",
+                got=f"version {self._publication.version}, which not all engines have yet",
+                cure="wait() for it",
+            )
 
     def _require_none_open(self, call: str) -> None:
         if self._round is not None:
@@ -556,6 +777,29 @@ def _version(value: Any) -> int:
             cure="number the versions upwards, by the training step for example",
         )
     return version
+
+
+def _require_snapshot(snapshot: Any, announces: bool) -> None:
+    require_one_of("snapshot", snapshot, ("none", *get_args(Place)))
+    if announces and snapshot != "none":
+        raise InvalidInfo(
+            "Weights that are handed over in chunks are not there to be copied first",
+            where="snapshot",
+            expected="a source with values, or no snapshot",
+            got="an Announced",
+            cure="leave snapshot out",
+        )
+
+
+def _of_same_engine(client: Any, links: Iterable[EngineLink]) -> EngineLink | None:
+    """The link of an engine that is given again."""
+    address = getattr(client, "address", None)
+    for link in links:
+        if link.client is client:
+            return link
+        if address is not None and getattr(link.client, "address", None) == address:
+            return link
+    return None
 
 
 def _close_all(clients: Iterable[HttpClient]) -> None:

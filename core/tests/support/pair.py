@@ -8,7 +8,7 @@ from core.tests.conftest import DictLoader
 from core.tests.support.engines import PausingEngine, assert_equal
 from vllm_wt.errors import TransportError
 from vllm_wt.pull import PullTrainer
-from vllm_wt.session import EngineStatus
+from vllm_wt.results import EngineStatus
 
 
 class Trainer(PullTrainer):

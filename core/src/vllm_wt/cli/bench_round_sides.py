@@ -11,7 +11,8 @@ from vllm_wt.cli.bench_round_builtin import BuiltinIpc
 from vllm_wt.cli.bench_round_engine import RoundEngine, Seen
 from vllm_wt.cli.bench_round_model import TrainerWeights
 from vllm_wt.cli.bench_round_timing import Made, Rounds, timed_rounds
-from vllm_wt.session import PushResult, WeightSync
+from vllm_wt.results import PushResult
+from vllm_wt.session import WeightSync
 
 _WARM_UP = 3
 

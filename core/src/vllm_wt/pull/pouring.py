@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
-from vllm_wt.errors import ManifestMismatch
-from vllm_wt.exposed import Exposed, is_plain, require_memory
-from vllm_wt.manifest import Manifest, TensorMeta
-from vllm_wt.packing import meta_of
+from vllm_wt.exposed import Exposed, is_plain, require_as_announced, require_memory
+from vllm_wt.manifest import Manifest
 from vllm_wt.pull.prepared import Prepared
 from vllm_wt.pull.ring import Filling, Ring
 from vllm_wt.source import Announced, WeightSource
@@ -119,20 +117,3 @@ class Pouring:
             self._owed, self._pass = False, None
             while next(rest, None) is not None:  # keeps none while the next one is made
                 pass
-
-
-def require_as_announced(metas: Mapping[str, TensorMeta], name: str, tensor: torch.Tensor) -> None:
-    """A source is the user's own code, and its tensors need not be what its manifest says.
-
-    Raises:
-        ManifestMismatch: This one is not.
-    """
-    got, expected = meta_of(name, tensor), metas[name]
-    if got != expected:
-        raise ManifestMismatch(
-            f"Tensor {name!r} is not what the source's manifest says",
-            where="source",
-            expected=f"{expected.dtype} {list(expected.shape)}",
-            got=f"{got.dtype} {list(got.shape)}",
-            cure="let the source's manifest and its tensors agree",
-        )

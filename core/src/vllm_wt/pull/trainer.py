@@ -14,7 +14,13 @@ from vllm_wt.deadline import Deadline
 from vllm_wt.digests import Digests
 from vllm_wt.engine import Sender, TrainerWeightTransferEngine
 from vllm_wt.errors import InvalidInfo, ManifestMismatch, WrongOrder
-from vllm_wt.exposed import Exposed, is_plain, require_memory, require_one_device
+from vllm_wt.exposed import (
+    Exposed,
+    is_plain,
+    require_as_announced,
+    require_memory,
+    require_one_device,
+)
 from vllm_wt.info import (
     Handle,
     InitInfo,
@@ -31,7 +37,7 @@ from vllm_wt.packing import as_bytes
 from vllm_wt.pull.copied import Copied
 from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, WITHDRAWN, WORD, Exposure
 from vllm_wt.pull.names import engine_of
-from vllm_wt.pull.pouring import Pouring, require_as_announced
+from vllm_wt.pull.pouring import Pouring
 from vllm_wt.pull.ring import Filling, Nothing, Ring
 from vllm_wt.source import WeightSource
 from vllm_wt.transport import Transport
@@ -145,6 +151,10 @@ class PullTrainer(TrainerWeightTransferEngine):
             mapped=self._is_mapped,
             handle=self._handle(),
         )
+
+    @property
+    def is_loaded_from(self) -> bool:
+        return self._is_mapped
 
     def go_ahead(self, version: int) -> bool:
         self._is_ahead = self._was_steady and self._is_mapped
