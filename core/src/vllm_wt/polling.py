@@ -82,7 +82,6 @@ class Polls:
         """Wait likewise, whatever the answers are."""
         while not until.expired and not all(each.answer.done() for each in self._asked.values()):
             self._wait(until)
-        self._asked.clear()
 
     def _wait(self, until: Deadline) -> None:
         wait([each.answer for each in self._asked.values()], min(_LOOK_S, until.remaining()))

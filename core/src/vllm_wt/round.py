@@ -121,7 +121,7 @@ class WorkerRound:
             error = self._agreement.typed(caught, phase)
         if not self._agreed(phase, error, seconds, spares=(WeightTransferError,)):
             return
-        former, self._session = self._session, None
+        self._session = None
         try:
             self._abandon("a new trainer connects")
             self._require_no_receive()
@@ -137,8 +137,7 @@ class WorkerRound:
             assert info is not None
             self._session, self._manifest = info.session, manifest
             self._trainer = info.trainer
-            if info.session != former:
-                self.version, self._committed = None, 0
+            self.version, self._committed = None, 0  # of which whoever connects knows nothing
 
     def _require_free(self, info: InitInfo) -> None:
         """A second trainer must mean it, if the first one lives and is another process."""
