@@ -1,4 +1,5 @@
-"""A worker that is killed takes its vLLM with it: a typed error names the engine, others go on."""
+"""A worker that is killed takes its vLLM with it: a typed error names the engine, others go on, and get
+the next version without it."""
 
 from __future__ import annotations
 
@@ -32,6 +33,11 @@ def _one_dies(dying, other, tmp_path):
         first, second = sync.status()
         assert first.error is not None
         assert (second.version, second.error) == (1, None)
+        randomize(model, seed=902)
+        result = sync.push(3, on_failure="exclude")
+        assert (list(result.failed), list(result.engines)) == (["engine0"], ["engine1"])
+        save_checkpoint(model, tmp_path / "without")
+        assert other.tokens() == other.reference(tmp_path / "without")
     randomize(model, seed=901)
     with WeightSync.connect(other.target, backend="rdma", source=model) as sync:
         sync.push(1)
