@@ -500,7 +500,7 @@ def test_a_change_during_the_commit_is_an_error(connect, engine, loader, source,
         sync.push(2)
     assert "push again" in error.value.cure
     assert error.value.engine == "engine0"
-    assert (sync._links[0].torn, sync._links[0].whole) == (True, False)
+    assert (sync._members.links[0].torn, sync._members.links[0].whole) == (True, False)
     loader.during = lambda: None
     mend(source)
     sync.push(3)

@@ -231,7 +231,7 @@ def test_workers_that_do_not_tell(sync, engine, loader, state, monkeypatch):
 
 
 def test_fewer_workers_than_there_are_tell(sync, engine, loader, state):
-    sync._links[0].workers = 2
+    sync._members.links[0].workers = 2
     engine.hold = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         pushing = thread.submit(sync.push, 2)

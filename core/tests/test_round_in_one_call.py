@@ -98,7 +98,7 @@ def test_a_round_is_one_call(sync, engine, loader, source, overlap):
         assert_equal(loader.weights, source)
         assert result.version == version
     assert engine.versions == ["1", "2", "3"]
-    (link,) = sync._links
+    (link,) = sync._members.links
     assert (link.version, link.torn, link.whole) == (3, False, True)
     assert sync.status() == [EngineStatus("engine0", 3, False)]
 
@@ -334,7 +334,7 @@ def test_a_commit_that_fails_tears(sync, engine, loader, source):
     loader.fail = ValueError("layer")
     with pytest.raises(TornModel, match="ValueError: layer"):
         sync.push(2)
-    (link,) = sync._links
+    (link,) = sync._members.links
     assert (link.torn, link.whole) == (True, False)
     assert sync.status() == [EngineStatus("engine0", 1, True)]
     loader.fail = None
@@ -366,7 +366,7 @@ def test_an_answer_that_is_lost_is_asked_after(sync, engine, loader, source, err
     with lost(engine, error, reached=reached), pytest.raises(type(error)):
         sync.push(2)
     held = 2 if reached else 1
-    assert sync._links[0].version == held  # it was asked when the round was given up
+    assert sync._members.links[0].version == held  # it was asked when the round was given up
     assert sync.status() == [EngineStatus("engine0", held, False)]
     source["a"].add_(1)
     sync.push(3)
@@ -455,7 +455,7 @@ def test_two_trainers_in_turns(connect, engine, loader):
 def test_a_round_that_was_left_open_is_given_up(sync, engine, loader, source, left):
     engine.start_weight_update()
     if left == "open":
-        info = sync._links[0]._info("open", Deadline(30))
+        info = sync._members.links[0]._info("open", Deadline(30))
         engine.update_weights(info.to_wire() | {"version": 2})
     sync.push(2)
     assert_equal(loader.weights, source)

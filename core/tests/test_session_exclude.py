@@ -105,7 +105,7 @@ def test_one_that_does_not_answer_keeps_nobody_waiting(pair, monkeypatch):
         pair.sync.push(4)
     assert error.value.engine == "engine1"
     stuck.set()
-    while pair.sync._links[1].caller.is_stuck:
+    while pair.sync._members.links[1].caller.is_stuck:
         pass
     pair.assert_good_round(5)
     assert pair.sync.push(6, on_failure="exclude").failed == {}

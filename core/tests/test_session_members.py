@@ -35,7 +35,7 @@ def late(transport_cls):
 
 
 def test_one_that_comes_takes_part_from_the_next_push_on(pair, late):
-    handles = [link._known for link in pair.sync._links]
+    handles = [link._known for link in pair.sync._members.links]
     assert pair.sync.add(late) == ["engine2"]
     assert pair.calls == []  # the others hear nothing of it
     assert pair.sync.status()[2] == EngineStatus("engine2", None, False)
@@ -43,7 +43,9 @@ def test_one_that_comes_takes_part_from_the_next_push_on(pair, late):
     assert list(result.engines) == ["engine0", "engine1", "engine2"]
     assert_equal(late.loader.weights, pair.source)
     pair.assert_good_round(3)
-    assert [link._known for link in pair.sync._links[:2]] == handles  # nor were they connected anew
+    assert [
+        link._known for link in pair.sync._members.links[:2]
+    ] == handles  # nor were they connected anew
 
 
 @pytest.mark.parametrize("snapshot", ["device", "host"])

@@ -417,7 +417,10 @@ def test_a_streamed_round_that_fails_is_torn_and_stays_paused(streaming, loader,
         sync.push(2)
     assert "still paused until a push succeeds: engine0" in error.value.cure
     assert engine.paused
-    assert (sync._links[0].torn, sync._links[0].whole) == (True, False)  # known before it is asked
+    assert (sync._members.links[0].torn, sync._members.links[0].whole) == (
+        True,
+        False,
+    )  # known before it is asked
     assert sync.status() == [PAUSED]
     sync.push(3)
     assert not engine.paused

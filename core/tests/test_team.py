@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from vllm_wt import session
+from vllm_wt import opening
 from vllm_wt import team as team_module
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import (
@@ -349,7 +349,7 @@ def sync(monkeypatch, store, engine):
         transport_cls = engine.engine._transport_cls
         return Trainer(source, team=team, backend=backend, transport_cls=transport_cls)
 
-    monkeypatch.setattr(session, "trainer_engine", trainer_engine)
+    monkeypatch.setattr(opening, "trainer_engine", trainer_engine)
     state = weights(1)
     with WeightSync.connect(
         engine, backend="memory", source=state, group=(store, 0, 1), deadline_s=LONG_S

@@ -123,7 +123,7 @@ def test_B02_after_a_failure_it_generates_and_a_full_round_lands(engine, trainer
 
 def test_B02_calls_out_of_turn(engine, trainer):
     old = trainer.good_round()
-    update = trainer.sync._links[0]._info("open", Deadline(30)).to_wire()
+    update = trainer.sync._members.links[0]._info("open", Deadline(30)).to_wire()
     for calls, error_cls, said in [
         ([("start_weight_update",)] * 2, WrongOrder, "Cannot start a round in state 'started'"),
         ([("finish_weight_update",)], Aborted, "closed before it was sealed"),  # of that start
@@ -275,7 +275,7 @@ def test_B12_a_pickle_in_every_field(engine, trainer, tmp_path):
     engine.assert_in_step()
     again = Trainer(engine, tmp_path)
     again.good_round()
-    update = again.sync._links[0]._info("open", Deadline(30)).to_wire()
+    update = again.sync._members.links[0]._info("open", Deadline(30)).to_wire()
     engine.call("start_weight_update")
     for name, value in itertools.product([*update, "update_info", "names"], (texts[1], [payload])):
         with pytest.raises(WeightTransferError):

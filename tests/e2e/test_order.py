@@ -82,7 +82,7 @@ def test_finish_without_update(engine, sync):
 
 
 def test_update_without_start(engine, sync):
-    info = sync._links[0]._info("open", _deadline()).to_wire()
+    info = sync._members.links[0]._info("open", _deadline()).to_wire()
     error = _refused(engine, WrongOrder, "update_weights", {"update_info": info})
     assert error.what == "Cannot open a transfer in state 'idle'"
     _commits(engine, sync, 1)
@@ -91,7 +91,7 @@ def test_update_without_start(engine, sync):
 def test_a_list_for_fewer_ranks_than_there_are(engine, sync):
     """vLLM 0.29 and later picks an entry by rank, and would fail on some ranks alone."""
     engine.llm.start_weight_update()
-    info = sync._links[0]._info("open", _deadline()).to_wire()
+    info = sync._members.links[0]._info("open", _deadline()).to_wire()
     error = _refused(engine, InvalidInfo, "update_weights", {"update_info": [info]})
     assert "must be a mapping" in error.what
     _commits(engine, sync, 1)

@@ -53,7 +53,7 @@ class Trainer:
         self._seed = 700
         self.model = random_model(host.shape, seed=self._seed)
         self.sync = WeightSync.connect(host.target, backend="rdma", source=self.model)
-        self._link = self.sync._links[0]
+        self._link = self.sync._members.links[0]
         self.version = 0
 
     def init_info(self) -> dict[str, Any]:

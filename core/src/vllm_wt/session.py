@@ -6,7 +6,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,26 +16,19 @@ import torch
 from typing_extensions import Self
 
 from vllm_wt import registry
-from vllm_wt.backends import trainer_engine
-from vllm_wt.clients import as_clients, hosts_of
-from vllm_wt.clients.http import HttpClient
-from vllm_wt.connecting import Claim, connect_each
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline, asked_for
 from vllm_wt.delivery import Delivery
-from vllm_wt.engine import TrainerWeightTransferEngine
 from vllm_wt.errors import Aborted, InvalidInfo, WeightTransferError, WrongOrder, shown
 from vllm_wt.fleet import OnFailure
-from vllm_wt.following import Leading, connect_together, follow, teamed
+from vllm_wt.following import Leading, follow
 from vllm_wt.link import EngineLink
-from vllm_wt.manifest import Manifest
+from vllm_wt.opening import Opened, opened
 from vllm_wt.options import require_one_of
 from vllm_wt.publication import Publication
 from vllm_wt.reports import WorkerReport
 from vllm_wt.results import EngineStatus, PushResult
 from vllm_wt.serving import reading
-from vllm_wt.source import Announced, as_source
 from vllm_wt.sources.announced import handed_over
-from vllm_wt.sources.snapshot import Place, Snapshot
 from vllm_wt.together import TogetherTrainer
 
 logger = logging.getLogger(__name__)
@@ -66,28 +59,15 @@ class WeightSync:
     :meth:`abort` and :meth:`close` are.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerWeightTransferEngine,
-        manifest: Manifest,
-        links: list[EngineLink],
-        owned: Sequence[HttpClient],
-        claim: Claim,
-        *,
-        announces: bool = False,
-        snapshot: Snapshot | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._claim = claim
-        self._snapshot = snapshot
+    def __init__(self, parts: Opened) -> None:
+        self._trainer = parts.trainer
+        self._manifest = parts.manifest
+        self._members = parts.members
+        self._announces = parts.announces
+        self._snapshot = parts.snapshot
         self._kept: int | None = None
         """Version that the snapshot is of."""
-        self._named = len(links)
         self._publication: Publication | None = None
-        self._announces = announces
-        self._manifest = manifest
-        self._links = links
-        self._owned = list(owned)
         self._closed = False
         self._round: _Round | None = None
         self._busy = threading.Lock()
@@ -137,8 +117,9 @@ class WeightSync:
             WrongOrder: An engine has another trainer, which lives.
             WeightTransferError: What an engine or the fabric refused, typed.
         """
-        return cls._connected(
-            engines, backend, source, group, snapshot, deadline_s, options, takes_over=False
+        deadline = asked_for(deadline_s)
+        return cls(
+            opened(engines, backend, source, group, snapshot, deadline, options, takes_over=False)
         )
 
     @classmethod
@@ -158,58 +139,10 @@ class WeightSync:
         For a trainer that was started again while the former one may still hang somewhere. That one
         hears of it by ``Superseded`` when it pushes next, and has no part in the engines any more.
         """
-        return cls._connected(
-            engines, backend, source, group, snapshot, deadline_s, options, takes_over=True
-        )
-
-    @classmethod
-    def _connected(
-        cls,
-        engines: Any,
-        backend: str,
-        source: Any,
-        group: Any,
-        snapshot: Any,
-        deadline_s: float,
-        options: dict[str, Any],
-        *,
-        takes_over: bool,
-    ) -> Self:
         deadline = asked_for(deadline_s)
-        with teamed(group, deadline) as team:
-            weights = as_source(source)
-            announces = isinstance(weights, Announced)
-            _require_snapshot(snapshot, announces)
-            if team is not None:
-                _require_values(announces)
-                options["team"] = team
-            leads = team is None or team.leads
-            clients, owned = as_clients(engines) if leads else ([], [])
-            try:
-                with reading("connect", deadline):
-                    kept = None if snapshot == "none" else Snapshot(weights, snapshot)
-                    weights = kept or weights
-                    manifest = weights.manifest()
-                    trainer = trainer_engine(backend, weights, **options)
-            except BaseException:
-                _close_all(owned)
-                raise
-            try:
-                trainer.hosts = hosts_of(clients)
-                links = [
-                    EngineLink(client, trainer, f"engine{index}")
-                    for index, client in enumerate(clients)
-                ]
-                claim = Claim(takes_over)
-                if isinstance(trainer, TogetherTrainer):
-                    connect_together(trainer, links, deadline, claim)
-                else:
-                    connect_each(trainer, links, deadline, claim)
-            except BaseException:
-                trainer.shutdown()
-                _close_all(owned)
-                raise
-            return cls(trainer, manifest, links, owned, claim, announces=announces, snapshot=kept)
+        return cls(
+            opened(engines, backend, source, group, snapshot, deadline, options, takes_over=True)
+        )
 
     def add(self, engines: Any, *, deadline_s: float = INIT_S) -> list[str]:
         """Connect further engines; those that are connected go on, and hear nothing of it.
@@ -242,28 +175,7 @@ class WeightSync:
                     got=f"a group of {self._trainer.team.size} ranks",
                     cure="connect again on all ranks, with all engines",
                 )
-            clients, owned = as_clients(engines)
-            try:
-                replaced = [_of_same_engine(client, self._links) for client in clients]
-                links = [
-                    EngineLink(client, self._trainer, former.name if former else self._new_name())
-                    for client, former in zip(clients, replaced, strict=True)
-                ]
-                connect_each(self._trainer, links, deadline, self._claim)
-                if self._kept is not None:
-                    delivery = Delivery(links, self._trainer, self._kept, deadline, overlap=True)
-                    delivery.begin(whole=True)
-                    delivery.send()
-                    delivery.end()
-            except BaseException:
-                _close_all(owned)
-                raise
-            for former in replaced:
-                if former is not None:
-                    self._drop(former)
-            self._links += links
-            self._owned += owned
-            return [link.name for link in links]
+            return self._members.add(engines, deadline, partial(self._bring, deadline=deadline))
 
     def remove(self, name: str) -> None:
         """Leave an engine to itself; it keeps its weights, and the others go on.
@@ -277,29 +189,7 @@ class WeightSync:
         """
         with self._alone("remove"):
             self._require_next("remove")
-            link = next((link for link in self._links if link.name == name), None)
-            if link is None:
-                raise InvalidInfo(
-                    "The session has no such engine",
-                    where="name",
-                    expected=" or ".join(link.name for link in self._links)
-                    or "none: it has no engines",
-                    got=shown(name),
-                    cure="see status() for the names",
-                )
-            if not link.caller.is_stuck:
-                link.leave()
-            self._drop(link)
-
-    def _new_name(self) -> str:
-        self._named += 1
-        return f"engine{self._named - 1}"
-
-    def _drop(self, link: EngineLink) -> None:
-        self._links.remove(link)
-        if link.client in self._owned:
-            self._owned.remove(link.client)
-            link.client.close()
+            self._members.remove(name)
 
     def push(
         self,
@@ -402,6 +292,14 @@ class WeightSync:
         """
         return self._published("wait").wait()
 
+    def _bring(self, links: list[EngineLink], deadline: Deadline) -> None:
+        """What engines that are new get at once."""
+        if self._kept is not None:
+            delivery = Delivery(links, self._trainer, self._kept, deadline, overlap=True)
+            delivery.begin(whole=True)
+            delivery.send()
+            delivery.end()
+
     def _published(self, call: str) -> Publication:
         if self._publication is None:
             raise WrongOrder(
@@ -441,7 +339,7 @@ class WeightSync:
                 else f"{len(weights.made)} tensors that are made in each push",
                 cure='connect with snapshot="host" or "device", without group; or push',
             )
-        if any(link.in_process for link in self._links):
+        if any(link.in_process for link in self._members.links):
             raise InvalidInfo(
                 "An engine of this process is used by one thread only",
                 where="publish",
@@ -534,7 +432,7 @@ class WeightSync:
         self._require_next(call)
         version = _version(given)
         self._require_on_failure(on_failure)
-        if not self._links and not isinstance(self._trainer, TogetherTrainer):
+        if not self._members.links and not isinstance(self._trainer, TogetherTrainer):
             raise InvalidInfo(
                 "The session has no engines",
                 where=call,
@@ -567,7 +465,7 @@ class WeightSync:
         tell("vllm_wt_round_started", version=version)
         kind = Leading if isinstance(self._trainer, TogetherTrainer) else Delivery
         delivery = kind(
-            self._links,
+            self._members.links,
             self._trainer,
             version,
             deadline,
@@ -622,7 +520,7 @@ class WeightSync:
         deadline = asked_for(deadline_s)
         with self._alone("status"):
             self._require_idle("status")
-            return [self._status_of(link, deadline) for link in self._links]
+            return [self._status_of(link, deadline) for link in self._members.links]
 
     def close(self) -> None:
         """Release the trainer's side; the engines keep their weights. Idempotent.
@@ -636,12 +534,10 @@ class WeightSync:
                 self._publication.give_up("the session was closed")
             self._abort("the session was closed")
             if not self._closed:
-                for link in self._links:
-                    link.leave()
+                self._members.leave()
             self._closed = True
             self._trainer.shutdown()
-            self._claim.beacon.close()
-            _close_all(self._owned)
+            self._members.close()
 
     def _status_of(self, link: EngineLink, deadline: Deadline) -> EngineStatus:
         error = None
@@ -696,7 +592,7 @@ class WeightSync:
         return self._round
 
     def _require_advance(self, version: int) -> None:
-        for link in self._links:
+        for link in self._members.links:
             if link.version is not None and version <= link.version:
                 raise InvalidInfo(
                     "The version does not advance",
@@ -751,17 +647,6 @@ def tell(hook: str, **facts: Any) -> None:
         logger.exception("vllm-wt: an observer failed in %s", hook)
 
 
-def _require_values(announces: bool) -> None:
-    if announces:
-        raise InvalidInfo(
-            "Weights that are handed over in chunks come from one rank",
-            where="group",
-            expected="a source with values, or no group",
-            got="an Announced",
-            cure="leave group out",
-        )
-
-
 def _version(value: Any) -> int:
     """An integer of any library, as int."""
     try:
@@ -777,31 +662,3 @@ def _version(value: Any) -> int:
             cure="number the versions upwards, by the training step for example",
         )
     return version
-
-
-def _require_snapshot(snapshot: Any, announces: bool) -> None:
-    require_one_of("snapshot", snapshot, ("none", *get_args(Place)))
-    if announces and snapshot != "none":
-        raise InvalidInfo(
-            "Weights that are handed over in chunks are not there to be copied first",
-            where="snapshot",
-            expected="a source with values, or no snapshot",
-            got="an Announced",
-            cure="leave snapshot out",
-        )
-
-
-def _of_same_engine(client: Any, links: Iterable[EngineLink]) -> EngineLink | None:
-    """The link of an engine that is given again."""
-    address = getattr(client, "address", None)
-    for link in links:
-        if link.client is client:
-            return link
-        if address is not None and getattr(link.client, "address", None) == address:
-            return link
-    return None
-
-
-def _close_all(clients: Iterable[HttpClient]) -> None:
-    for client in clients:
-        client.close()

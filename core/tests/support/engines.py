@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vllm_wt import session
+from vllm_wt import opening
 from vllm_wt.engine import WorkerContext
 from vllm_wt.errors import NotPaused, WeightTransferError, to_text
 from vllm_wt.packing import as_bytes
@@ -138,7 +138,7 @@ def assert_equal(received, sent) -> None:
 def connecting(monkeypatch, transport_cls, trainer_cls=PullTrainer):
     """``WeightSync.connect`` with the memory fabric as its backend."""
     monkeypatch.setattr(
-        session,
+        opening,
         "trainer_engine",
         lambda backend, source, **options: trainer_cls(
             source, backend=backend, transport_cls=transport_cls, **options
