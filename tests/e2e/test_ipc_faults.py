@@ -60,7 +60,7 @@ def connected(engine, memory="shared"):
 
 
 @contextmanager
-def unharmed(engine):
+def unharmed(engine, connect="connect"):
     """What happens within leaves the engine with its weights; then a new trainer syncs."""
     tokens, digests = engine.tokens(), engine.digests()
     yield
@@ -69,7 +69,7 @@ def unharmed(engine):
     assert engine.tokens() == tokens
     trainer = engine.trainer()
     checkpoint = trainer.call("randomize", next(_seeds))
-    trainer.call("connect")
+    trainer.call(connect)
     assert not trainer.call("torn")
     trainer.call("push", 1)
     assert engine.tokens() == engine.reference(checkpoint) != tokens
@@ -199,7 +199,7 @@ def test_a_trainer_stopped_while_it_pushes(engine):
     trainer = connected(engine)
     trainer.call("randomize", next(_seeds), False)
     tokens = engine.tokens()
-    with unharmed(engine):
+    with unharmed(engine, "reconnect"):  # it lives
         engine.before["update_weights"] = trainer.stop
         pushing = in_background(lambda: trainer.call("push", 2, 5.0))
         wait_until(lambda: receiving(engine))
@@ -218,7 +218,7 @@ def test_a_trainer_stopped_while_it_pushes(engine):
 def test_a_stopped_trainer_that_goes_on_after_it_was_replaced(engine):
     first, second = connected(engine), engine.trainer()
     first.call("randomize", next(_seeds), False)
-    with unharmed(engine):
+    with unharmed(engine, "reconnect"):  # it lives
         engine.before["update_weights"] = first.stop
         pushing = in_background(lambda: first.call("push", 2))
         wait_until(lambda: receiving(engine))

@@ -30,8 +30,8 @@ def pair(engines):
         engine.close_trainers()
 
 
-def connect(trainer, options=BUCKETS, *, idle=False, others=(), deadline_s=60.0):
-    trainer.call("connect", deadline_s, None, dict(options), idle, "nccl", list(others))
+def connect(trainer, options=BUCKETS, *, idle=False, others=(), deadline_s=60.0, call="connect"):
+    trainer.call(call, deadline_s, None, dict(options), idle, "nccl", list(others))
 
 
 def assert_holds(engine, version, checkpoint):
@@ -43,9 +43,9 @@ def assert_holds(engine, version, checkpoint):
     engine.assert_in_step()
 
 
-def assert_a_new_trainer_syncs(engine, seed):
+def assert_a_new_trainer_syncs(engine, seed, call="connect"):
     trainer = engine.trainer()
-    connect(trainer)
+    connect(trainer, call=call)
     checkpoint = trainer.call("randomize", seed)
     trainer.call("push", 1)
     assert_holds(engine, 1, checkpoint)
@@ -92,7 +92,7 @@ def test_two_engines_at_once(pair):
         for engine in pair:
             assert_holds(engine, version, checkpoint)
     held = first.tokens()
-    assert_a_new_trainer_syncs(second, 23)
+    assert_a_new_trainer_syncs(second, 23, "reconnect")
     trainer.call("randomize", 24)
     with pytest.raises(Superseded):
         trainer.call("push", 3)

@@ -119,7 +119,7 @@ def a_trainer_is_stopped_replaced_and_goes_on(soak) -> bool:
 def another_trainer_takes_over(soak) -> bool:
     other = soak.engine.trainer()
     other.call("randomize", next(soak.seeds), False)
-    other.call("connect")
+    other.call("reconnect")
     other.call("push", 1)
     soak.refused(Superseded)
     other.close()
@@ -172,7 +172,7 @@ FAULTS = [
 def _hold_a_second_trainer(soak):
     """A second trainer whose workers are in the middle of reading from it."""
     other = soak.engine.trainer()
-    other.call("connect")
+    other.call("reconnect")
     soak.engine.rpc("wt_hold_read")
     other.pushing = in_background(lambda: other.call("push", 1))
     wait_for(lambda: all(state["state"] == "receiving" for state in soak.engine.state()))

@@ -312,7 +312,7 @@ def _watched(transport_cls: type[Any], engine: TeamEngine) -> type[Any]:
     class Watched(transport_cls):  # type: ignore[misc]
         def __init__(self, name: str, device: torch.device) -> None:
             super().__init__(name, device)
-            engine.asked.append(f"connection {name[len('worker')]}")
+            engine.asked.append(f"connection {name.partition('.worker')[2][0]}")
 
     return Watched
 

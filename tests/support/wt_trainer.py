@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,35 @@ class Trainer:
             backend: Which.
             others: Relays of more engines.
         """
+        self._connect(WeightSync.connect, deadline_s, url, options, idle, backend, others)
+
+    def reconnect(
+        self,
+        deadline_s: float = 60.0,
+        url: str | None = None,
+        options: dict[str, Any] | None = None,
+        idle: bool = False,
+        backend: str = "rdma",
+        others: Sequence[str] = (),
+    ) -> None:
+        """The same, with an engine whose trainer lives."""
+        self._connect(WeightSync.reconnect, deadline_s, url, options, idle, backend, others)
+
+    def _connect(
+        self,
+        connect: Callable[..., WeightSync],
+        deadline_s: float,
+        url: str | None,
+        options: dict[str, Any] | None,
+        idle: bool,
+        backend: str,
+        others: Sequence[str],
+    ) -> None:
         engine: Any = url or RelayClient(self._folder / "engine.sock")
         if idle:
             engine.idle_between_calls = True
         engines = [engine, *(RelayClient(Path(path)) for path in others)]
-        self._sync = WeightSync.connect(
+        self._sync = connect(
             engines, backend=backend, source=self._model, deadline_s=deadline_s, **(options or {})
         )
 
@@ -122,6 +146,7 @@ def main(folder: str, name: str, shape: dict[str, Any], device: str) -> None:
         method: getattr(trainer, method)
         for method in (
             "connect",
+            "reconnect",
             "hold",
             "describe",
             "randomize",

@@ -482,6 +482,8 @@ class WeightSync:
         except BaseException as error:
             self._round = None
             current.delivery.give_up(error)  # an interrupt may have come between two of its steps
+            if isinstance(self._trainer, TogetherTrainer) and self._trainer.team.is_over:
+                self._members.claim.beacon.close()  # these ranks cannot push any more
             if isinstance(error, WeightTransferError):
                 tell("vllm_wt_round_failed", version=current.version, error=error)
             raise

@@ -167,6 +167,11 @@ class Team:
         """The word of the first rank, to come."""
         return self._word(0, deadline)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks have lost each other, or have left."""
+        return self._gloo is None
+
     def close(self) -> None:
         """Leave: who waits for this rank is told. Idempotent."""
         self._gloo = None
