@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_wt.bridge.register import PREFIX
 from vllm_wt.cli.doctor.engine import judge_release
 from vllm_wt.cli.doctor.finding import Finding
+from vllm_wt.registry import VLLMS_OWN
 
 _CALL_S = 5.0
 _MAX_BYTES = 1 << 20
@@ -134,7 +136,15 @@ def _weight_transfer(answer: Answer) -> Finding:
         return Finding(check, "skipped", found)
     transfer = config["weight_transfer_config"]
     if isinstance(transfer, dict):
-        return Finding(check, "ok", f"backend {transfer.get('backend')!r:.80}")
+        backend = transfer.get("backend")
+        if backend in VLLMS_OWN:
+            return Finding(
+                check,
+                "warning",
+                f"backend {backend!r}, which is vLLM's own",
+                f"""for ours: --weight-transfer-config '{{"backend": "{PREFIX}{backend}"}}'""",
+            )
+        return Finding(check, "ok", f"backend {backend!r:.80}")
     return Finding(
         check,
         "problem",
