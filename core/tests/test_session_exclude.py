@@ -102,11 +102,15 @@ def test_one_that_does_not_answer_keeps_nobody_waiting(pair, monkeypatch):
     assert list(pair.sync.push(3, on_failure="exclude").failed) == ["engine1"]
     assert not [call for call in pair.calls[asked:] if call.endswith("1")]
     with pytest.raises(Timeout, match="does not answer") as error:
-        pair.sync.push(4)
+        pair.sync.push(4, deadline_s=0.5)
     assert error.value.engine == "engine1"
-    stuck.set()
-    while pair.sync._members.links[1].caller.is_stuck:
-        pass
+    publish = pair.trainer.publish
+
+    def publish_late(version, deadline):
+        publish(version, deadline)
+        stuck.set()  # the call comes back while the next push waits for it
+
+    pair.trainer.publish = publish_late
     pair.assert_good_round(5)
     assert pair.sync.push(6, on_failure="exclude").failed == {}
 

@@ -25,6 +25,7 @@ def digests_after_a_clean_push(engine, seed):
     checkpoint = trainer.call("randomize", seed)
     trainer.call("push", 1)
     assert engine.tokens() == engine.reference(checkpoint)
+    trainer.close()
     return engine.rpc("wt_digests"), engine.rpc("wt_staging")
 
 

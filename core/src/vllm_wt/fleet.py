@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 OnFailure = Literal["raise", "exclude"]
 """What becomes of a push before its first commit when an engine fails."""
 
+_LOOK_S = 0.02
+"""Seconds between two looks at a call of an earlier push."""
 _DISMISS_S = 2.0
 """Least seconds that an engine which was left out has to end its round."""
 
@@ -51,9 +53,11 @@ class Fleet:
         """A version was published: those that do not answer have no part in it.
 
         Raises:
-            Timeout: One still has not answered a call of an earlier push.
+            Timeout: One has not answered a call of an earlier push by the deadline.
         """
         for link in list(self.links):
+            while not self.excludes and link.caller.is_stuck and not self._deadline.expired:
+                self._deadline.wait(_LOOK_S)
             if link.caller.is_stuck:
                 self.fail(link, link.lost or unanswered(link))
             elif link.lost is not None and self.excludes:

@@ -215,8 +215,9 @@ class WeightSync:
                 ``"exclude"``: it is left out, with its old weights, and the others go on; so is one
                 that has not received everything at nine tenths of the deadline. It is tried again by
                 the next push, unless it did not answer at all: then :meth:`add` brings it back.
-            deadline_s: Seconds for the transfer. An engine that does not answer at all is given up at
-                the limits of its client, which are longer; a commit under way is waited for.
+            deadline_s: Seconds for the transfer. An engine that stops answering in the middle of a step
+                of the round is given up at the limits of its client, which are longer, unless it may
+                be left out; a commit under way is waited for.
 
         Raises:
             InvalidInfo: The version does not advance, the source only announces, or the backend cannot
