@@ -279,7 +279,12 @@ def test_order(host, trainer, calls, error_cls, said):
     ids=["cut", "of another owner", "garbage metadata", "agent", "revoked", "nothing exposed"],
 )
 def test_handle(host, trainer, spoil, error_cls, said):
-    info = trainer.init_info() | {"session": "garbage", "handle": spoil(trainer), "deadline_s": 5.0}
+    info = trainer.init_info() | {
+        "session": "garbage",
+        "takes_over": True,
+        "handle": spoil(trainer),
+        "deadline_s": 5.0,
+    }
     digests = host.checksums()
     with serving(trainer.sync._trainer), pytest.raises(error_cls) as error:
         host.call(INIT, info)
@@ -300,7 +305,11 @@ def test_a_handle_outside_what_was_exposed(host, trainer):
         Handle.from_wire(trainer.init_info()["handle"], backend="rdma").unwrap(backend="rdma")
     )
     buffers = [b | {"address": b["address"] + (1 << 40)} for b in fields["buffers"]]
-    info = trainer.init_info() | {"session": "garbage", "handle": trainer.handle(buffers=buffers)}
+    info = trainer.init_info() | {
+        "session": "garbage",
+        "takes_over": True,
+        "handle": trainer.handle(buffers=buffers),
+    }
     with serving(trainer.sync._trainer), pytest.raises(WeightTransferError) as error:
         host.call(INIT, info | {"deadline_s": 5.0})
     assert error.value.backend == "rdma"
