@@ -170,8 +170,6 @@ class Delivery:
             self._fleet.dismiss()
         self._stop_serving()
         self._over = True
-        for link in self._fleet.links:
-            link.lost = None
         self._settle()
         return {link.name: link.stages for link in self._fleet.links}
 

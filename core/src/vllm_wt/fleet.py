@@ -9,7 +9,7 @@ from typing import Literal
 from vllm_wt.abreast import each, failures, unanswered
 from vllm_wt.deadline import Deadline
 from vllm_wt.engine import TrainerWeightTransferEngine
-from vllm_wt.errors import WeightTransferError
+from vllm_wt.errors import PeerDead, WeightTransferError
 from vllm_wt.link import EngineLink
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,8 @@ OnFailure = Literal["raise", "exclude"]
 
 _LOOK_S = 0.02
 """Seconds between two looks at a call of an earlier push."""
-_DISMISS_S = 2.0
-"""Least seconds that an engine which was left out has to end its round."""
+_DISMISS_S = 5.0
+"""Seconds that engines which were left out have to end their round; the others have theirs by then."""
 
 
 class Fleet:
@@ -59,7 +59,7 @@ class Fleet:
             while not self.excludes and link.caller.is_stuck and not self._deadline.expired:
                 self._deadline.wait(_LOOK_S)
             if link.caller.is_stuck:
-                self.fail(link, link.lost or unanswered(link))
+                self.fail(link, unanswered(link))
             elif link.lost is not None and self.excludes:
                 self.fail(link, link.lost)
 
@@ -91,16 +91,21 @@ class Fleet:
     def dismiss(self) -> None:
         """End the round of those that were left out, as far as they answer; let them go on if they
         can."""
-        answering = [link for link in self.left_out if link.lost is None]
+        answering = [
+            link
+            for link, error in self.left_out.items()
+            if not (isinstance(error, PeerDead) or link.caller.is_stuck)
+        ]
 
         def end(link: EngineLink) -> None:
-            replaced = link.give_up(self._deadline)
+            # A Timeout may be the transfer's, of which the engine has told.
+            replaced = link.give_up(self._deadline, asks=True)
             if replaced is not None:
                 self.left_out[link] = replaced
             link.let_go(self._deadline)
 
         if answering:
-            failures(answering, end, Deadline(max(_DISMISS_S, self._deadline.remaining())))
+            failures(answering, end, Deadline(_DISMISS_S))
         for link, error in self.left_out.items():
             say_paused([link], error)
 
@@ -108,8 +113,6 @@ class Fleet:
         logger.warning("vllm-wt: %s is left out of this push: %s", link.title, error)
         self.links.remove(link)
         self.left_out[link] = error
-        if not link.answers or link.caller.is_stuck:
-            link.lost = error
         self._trainer.leave_out(link.name, link.workers or 0)
 
     def _require_any(self) -> None:

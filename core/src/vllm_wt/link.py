@@ -90,7 +90,7 @@ class EngineLink:
         self.caller = Caller(f"vllm-wt-{name}")
         """Makes its calls where those of other engines are made at the same time."""
         self.lost: WeightTransferError | None = None
-        """Why it was left out of a push, if it did not answer; it has no part in others then that go on
+        """Why its last call was not answered, if it was not: then it has no part in pushes that go on
         without who fails."""
         self._trainer = trainer
         self._known = self._told = -1
@@ -104,7 +104,6 @@ class EngineLink:
         self._attempted: UpdateInfo | None = None
         self._answer: Answer | None = None
         """That of a round that was asked for ahead."""
-        self._answers = True
         self._replaced = False
         self._pauses = all(callable(getattr(client, call, None)) for call in ("pause", "resume"))
         self._open = False
@@ -122,11 +121,6 @@ class EngineLink:
     def version(self) -> int | None:
         """What the engine has committed of this session, as far as is known."""
         return self._held.version if self._held is not None and self._held.ticket else None
-
-    @property
-    def answers(self) -> bool:
-        """Whether its last call was answered, by an error maybe."""
-        return self._answers
 
     @property
     def in_process(self) -> bool:
@@ -377,7 +371,7 @@ class EngineLink:
     def _require_committed(self, error: WeightTransferError, deadline: Deadline) -> None:
         """Raise ``error``, unless the engine holds what was attempted all the same."""
         self.torn = self.torn or isinstance(error, TornModel)
-        if not self._answers:
+        if self.lost is not None:
             raise error
         with suppress(WeightTransferError):
             self.ask(deadline)
@@ -395,16 +389,20 @@ class EngineLink:
             self.torn, self.whole = True, False
             raise
 
-    def give_up(self, deadline: Deadline) -> Superseded | None:
+    def give_up(self, deadline: Deadline, *, asks: bool = False) -> Superseded | None:
         """End a round that failed, if it is still open; Superseded if it is another trainer's by now.
 
         The failure may be just an answer that was lost: a seal that we have not heard of is never
         committed.
+
+        Args:
+            deadline: Of the round.
+            asks: Whether to call an engine, too, that has not answered its last call.
         """
         if not self._open:
             return None
         self._open = False
-        if not self._answers or self._replaced:
+        if (self.lost is not None and not asks) or self._replaced:
             return None  # start gives it up the next time
         try:
             self._update(self._info("abort", deadline))
@@ -517,14 +515,14 @@ class EngineLink:
         """
         deadline.check("There is no time left to ask the workers", where="reports")
         # Workers answer this whoever their trainer is: it is no word on a round, nor on whose they are.
-        answers, replaced = self._answers, self._replaced
+        lost, replaced = self.lost, self._replaced
         try:
             return decoded(self._optional("reports"), where="reports")
         except WeightTransferError as error:
             error.engine = self.title
             raise
         finally:
-            self._answers, self._replaced = answers, replaced
+            self.lost, self._replaced = lost, replaced
 
     def _confirm(self, info: UpdateInfo, deadline: Deadline) -> None:
         try:
@@ -612,12 +610,12 @@ class EngineLink:
                 else from_text(str(error) or repr(error), where=method)
             )
             typed.engine = self.title
-            self._answers = not isinstance(typed, (PeerDead, Timeout))
+            self.lost = typed if isinstance(typed, (PeerDead, Timeout)) else None
             self._replaced = isinstance(typed, Superseded)
             if typed is error:
                 raise
             raise typed from error
-        self._answers, self._replaced = True, False
+        self.lost, self._replaced = None, False
         return result
 
 
