@@ -33,6 +33,7 @@ from vllm_wt.testing.conformance.memory import zeros
 from vllm_wt.testing.conformance.package import Package
 from vllm_wt.testing.conformance.process import Ended, Forker, Hang, Process, Untyped
 from vllm_wt.testing.conformance.report import Report
+from vllm_wt.testing.conformance.suite import transport_of
 
 from .support.native_engine import MyEngine
 
@@ -217,6 +218,21 @@ def test_the_report_counts_what_came_out():
     json.dumps(facts)
 
 
+def test_the_report_names_the_transport():
+    report = Report(Backend(spec(), "dist-t", "1.2"), "cpu", "second")
+    assert report.facts()["transport"] == "second"
+    assert "t (dist-t 1.2, transport second) on cpu" in "\n".join(report.lines())
+
+
+@pytest.mark.parametrize("option", ["--wt-transport=second", "--wt-transport="])
+def test_the_option_is_for_the_backend_of_the_command_line(option):
+    config = pytest.Config.fromdictargs({}, ["-p", "vllm_wt.testing.plugin", option])
+    first = type("First", (BackendConformance,), {"backend": "t", "transport": "first"})
+    given = option.partition("=")[2]
+    assert transport_of(first, config) == "first"
+    assert transport_of(BackendConformance, config) == given
+
+
 def run_kit(folder, source, *options, plugin=True):
     (folder / "test_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
@@ -348,6 +364,15 @@ def test_a_backend_that_is_not_installed_is_told_once(tmp_path):
     done = run_kit(tmp_path, DERIVED.format(backend="ecco"))
     assert done.returncode == 4
     assert "did you mean 'echo'?" in done.stderr
+
+
+def test_a_transport_that_is_not_there_is_told_once(tmp_path, capsys):
+    options = ["--wt-backend=echo", "--wt-transport=smoke"]
+    done = run_kit(tmp_path, DERIVED.format(backend=None), *options)
+    assert done.returncode == 4
+    assert "Backend 'echo' has no such transport" in done.stderr
+    assert main(["check", "echo", "--transport", "smoke"]) == 1
+    assert "Backend 'echo' has no such transport" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cuda", "foo", "meta"])

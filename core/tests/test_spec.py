@@ -118,6 +118,35 @@ def test_each_kind_has_its_own_paths(fields, message):
         BackendSpec(**fields)
 
 
+def test_several_transports():
+    paths = {"one": "pkg.mod:Class", "two": "pkg.other:Class"}
+    spec = BackendSpec(**TRANSPORT, transports=paths, baselines={"two": "pkg.other:Raw"})
+    assert spec.transports == paths
+    hash(spec)
+    paths.clear()
+    assert list(spec.transports) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"transports": {"One": "pkg.mod:Class"}}, "transports has a name 'One'; "),
+        ({"transports": {"auto": "pkg.mod:Class"}}, "transports has a name 'auto'; "),
+        ({"transports": {1: "pkg.mod:Class"}}, "transports has a name 1; "),
+        ({"transports": {"one": "pkg"}}, "transports['one']='pkg' is not of the form "),
+        ({"transports": {"one": 5}}, "transports['one']=5 is not of the form "),
+        (
+            {"transports": {"two": "pkg.other:Class"}},
+            "backend 'fast' has transport='pkg.mod:Class', which is none of its transports ",
+        ),
+        ({"baselines": {"two": "a:B"}}, "backend 'fast' has baselines of no transport: ['two']"),
+    ],
+)
+def test_transports_that_are_none(fields, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        BackendSpec(**TRANSPORT, **fields)
+
+
 @pytest.mark.parametrize("contract", [0, CONTRACT_VERSION + 1])
 def test_other_contract(contract):
     with pytest.raises(
@@ -181,6 +210,8 @@ def test_a_capability_that_is_none(fields, message):
         ("capabilities", (one for one in Capability)),
         ("capabilities", "cpu"),
         ("unsupported", [Capability.CUDA]),
+        ("transports", ["pkg.mod:Class"]),
+        ("baselines", "pkg.mod:Class"),
         ("contract", "1"),
     ],
 )

@@ -39,6 +39,8 @@ Identifier = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
 """A session, owner or reader name."""
 EngineName = Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")]
 """Short, as it is a part of readers' names."""
+TransportName = Annotated[str, Field(pattern=r"^([a-z][a-z0-9_-]{0,31})?$")]
+"""Of one of a backend's Transports; empty for the default."""
 Op = Literal["open", "poll", "seal", "all", "abort", "confirm"]
 """What one ``update_weights`` call asks for. ``all`` is open and seal in one call; ``abort`` gives a
 round of this session up; ``confirm`` fails unless the model is whole and what it got last in this
@@ -329,6 +331,7 @@ class PullInitInfo(InitInfo):
         bucket_nbytes: Size of a buffer of the ring.
         slots: Most buffers of the ring.
         mapped: Whether workers load all of it from where it is.
+        transport: Which of the backend's Transports the workers take.
     """
 
     handle: Handle
@@ -339,6 +342,7 @@ class PullInitInfo(InitInfo):
     bucket_nbytes: Count = 0
     slots: Count = 0
     mapped: bool = False
+    transport: TransportName = ""
 
 
 @dataclass(frozen=True, kw_only=True)

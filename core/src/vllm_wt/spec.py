@@ -15,6 +15,8 @@ CONTRACT_VERSION = 1
 _FORMS = ("transport", "worker", "trainer", "native")
 _PATHS = (*_FORMS, "baseline", "doctor")
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+AUTO = "auto"
+"""As the option ``transport=``: the first of a backend's transports whose libraries are installed."""
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -66,12 +68,16 @@ class BackendSpec:
         name: Backend name; must equal the entry point's name. Lower case letters, digits, - and _.
         kind: See :class:`Kind`.
         transport: ``"package.module:Class"`` of the Transport (kind TRANSPORT).
+        transports: Where there are several, all of them by the value of the option ``transport=``
+            that takes them, ``transport``, the default, among them. A class may have a static method
+            ``require()``, which raises BackendUnavailable where its libraries are missing.
         worker: ``"package.module:Class"`` of the worker engine (kind ENGINE).
         trainer: ``"package.module:Class"`` of the trainer engine (kind ENGINE).
         native: ``"package.module:Class"`` of an engine in vLLM's own form (kind NATIVE; optional for
             the others: what has no session at init goes to it).
         baseline: ``"package.module:Class"`` of a `vllm_wt.cli.bench.Baseline`: the fabric without
             us, for ``vllm-wt bench wire``.
+        baselines: Those of ``transports`` that are others, by the same names.
         doctor: ``"package.module:function"`` that yields a `vllm_wt.cli.doctor.finding.Finding` for
             each check of the fabric; ``vllm-wt doctor`` calls it in a process of its own.
         capabilities: What the backend claims to be able to do.
@@ -92,6 +98,8 @@ class BackendSpec:
     native: str | None = None
     baseline: str | None = None
     doctor: str | None = None
+    transports: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    baselines: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     capabilities: frozenset[Capability] = frozenset()
     unsupported: Mapping[Capability, str] = field(
         default_factory=lambda: MappingProxyType({}), hash=False
@@ -125,6 +133,7 @@ class BackendSpec:
             if path is not None and not _PATH.fullmatch(path):
                 form = "function" if name == "doctor" else "Class"
                 raise ValueError(f"{name}={path!r} is not of the form 'package.module:{form}'")
+        self._check_transports()
         self._check_capabilities()
 
     def _check_types(self) -> None:
@@ -133,6 +142,8 @@ class BackendSpec:
             "summary": str,
             "contract": int,
             "unsupported": Mapping,
+            "transports": Mapping,
+            "baselines": Mapping,
             "capabilities": (frozenset, set, list, tuple),
         }
         expected |= {path: (str, type(None)) for path in _PATHS}
@@ -143,7 +154,26 @@ class BackendSpec:
                     f"backend {self.name!r} has {field_}={value!r}, a {type(value).__name__}"
                 )
         object.__setattr__(self, "capabilities", frozenset(self.capabilities))
-        object.__setattr__(self, "unsupported", MappingProxyType(dict(self.unsupported)))
+        for name in ("unsupported", "transports", "baselines"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def _check_transports(self) -> None:
+        for title in ("transports", "baselines"):
+            paths: Mapping[Any, Any] = getattr(self, title)
+            for name, path in paths.items():
+                if not (isinstance(name, str) and _NAME.fullmatch(name)) or name == AUTO:
+                    raise ValueError(f"{title} has a name {name!r}; {_NAME.pattern}, not {AUTO!r}")
+                if not (isinstance(path, str) and _PATH.fullmatch(path)):
+                    raise ValueError(
+                        f"{title}[{name!r}]={path!r} is not of the form 'package.module:Class'"
+                    )
+        if self.transports and self.transport not in self.transports.values():
+            raise ValueError(
+                f"backend {self.name!r} has transport={self.transport!r}, which is none of its "
+                f"transports {sorted(self.transports.values())}"
+            )
+        if unknown := sorted(set(self.baselines) - set(self.transports)):
+            raise ValueError(f"backend {self.name!r} has baselines of no transport: {unknown}")
 
     def _check_capabilities(self) -> None:
         reasons: Mapping[Capability, Any] = self.unsupported

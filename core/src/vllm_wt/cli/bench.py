@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vllm_wt import registry
-from vllm_wt.cli import bench_commit, bench_overlap, bench_pack, bench_plan, bench_round
+from vllm_wt.cli import (
+    bench_commit,
+    bench_fleet,
+    bench_overlap,
+    bench_pack,
+    bench_plan,
+    bench_round,
+)
 from vllm_wt.cli.bench_result import machine, positive, report
 from vllm_wt.errors import BackendUnavailable, PeerDead
 from vllm_wt.spec import BackendSpec, Kind
@@ -54,6 +61,7 @@ def add_parser(commands: Any) -> None:
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     wire = names.add_parser("wire", help="a backend, trainer to worker, against the bare fabric")
     wire.add_argument("--backend", default="rdma", help="default: %(default)s")
+    wire.add_argument("--transport", help="which of its transports, where it has several")
     wire.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     wire.add_argument(
         "--owner-device",
@@ -64,6 +72,7 @@ def add_parser(commands: Any) -> None:
     wire.add_argument("--rounds", type=positive, default=9, help="default: %(default)s")
     wire.add_argument("--json", action="store_true", help="nothing but the JSON object")
     wire.set_defaults(run=run_wire)
+    bench_fleet.add_parser(names)
     bench_plan.add_parser(names)
     bench_commit.add_parser(names)
     bench_pack.add_parser(names)
@@ -81,6 +90,7 @@ def run_wire(arguments: argparse.Namespace) -> int:
             expected="a backend with a baseline",
             cure="choose another backend",
         )
+    arguments.transport = _transport(spec, arguments.transport)
     megabytes, tensors = _SIZES[spec.kind]
     arguments.megabytes = arguments.megabytes or megabytes
     arguments.tensors = arguments.tensors or tensors
@@ -99,10 +109,23 @@ def run_wire(arguments: argparse.Namespace) -> int:
     return report(result, summary, json_only=arguments.json)
 
 
+def _transport(spec: BackendSpec, option: str | None) -> str:
+    """The name of the Transport; empty for the default.
+
+    Raises:
+        InvalidInfo: There is no such Transport.
+        BackendUnavailable: Its libraries are missing.
+    """
+    from vllm_wt.backends import transport_chosen
+
+    return "" if option is None else transport_chosen(spec, option)[0]
+
+
 def _measure_wire(arguments: argparse.Namespace, folder: Path, spec: BackendSpec) -> dict[str, Any]:
     config = {
         "socket": str(folder / "owner.sock"),
         "backend": arguments.backend,
+        "transport": arguments.transport,
         "device": arguments.owner_device or _owner_device(spec, arguments.device),
         "nbytes": arguments.megabytes * 1_000_000,
         "tensors": arguments.tensors,
@@ -142,6 +165,7 @@ def _measure_wire(arguments: argparse.Namespace, folder: Path, spec: BackendSpec
         },
         "details": {
             "backend": arguments.backend,
+            "transport": arguments.transport,
             "device": arguments.device,
             "owner_device": config["device"],
             "megabytes": nbytes / 1e6,
@@ -188,22 +212,24 @@ def _rounds(
     import torch
 
     from vllm_wt.backends import worker_engine
-    from vllm_wt.cli.bench_owner import sides_of
+    from vllm_wt.cli.bench_owner import baseline_of, sides_of
     from vllm_wt.deadline import Deadline
     from vllm_wt.engine import WeightTransferEngine, WorkerContext
     from vllm_wt.loading.staging import Staging
 
     backend, device = config["backend"], torch.device(reader_device)
+    transport = config["transport"]
     client = _connect(Path(config["socket"]), owner)
     engines: dict[str, WeightTransferEngine[Any, Any]] = {}
     spec = registry.default().get(backend).spec
     context = WorkerContext(backend=backend, device=device, rank=0, size=1)
-    for side in sides_of(spec):
+    for side in sides_of(spec, transport):
         engine = engines[side] = worker_engine(context)
         init = engine.init_info_cls.from_wire(client.call("describe", side), backend=backend)
         engine.init_transfer_engine(init)
     manifest = init.manifest()
-    raw = registry.resolve(str(spec.baseline), backend=backend)(f"raw-{os.getpid()}", device)
+    raw_cls = registry.resolve(baseline_of(spec, transport), backend=backend)
+    raw = raw_cls(f"raw-{os.getpid()}", device)
     target = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
     raw.connect(client.call("expose_raw"), target)
     samples: dict[str, list[float]] = {side: [] for side in (*engines, "raw")}

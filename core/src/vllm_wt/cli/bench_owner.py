@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_wt import registry
-from vllm_wt.backends import trainer_engine
+from vllm_wt.backends import trainer_engine, transport_named
 from vllm_wt.clients.relay import RelayServer
 from vllm_wt.deadline import Deadline
 from vllm_wt.info import Staging, Verify
@@ -36,16 +36,21 @@ _POLL_S = 0.001
 _ROUND_S = 120.0
 
 
-def transport_of(spec: BackendSpec) -> Any:
-    """The Transport of a backend that is one."""
+def transport_of(spec: BackendSpec, name: str = "") -> Any:
+    """The Transport of a backend that is one; the default for an empty name."""
     if spec.transport is None:
         return None
-    return registry.resolve(spec.transport, backend=spec.name)
+    return transport_named(spec, name)
 
 
-def sides_of(spec: BackendSpec) -> dict[str, tuple[Verify, Staging]]:
+def baseline_of(spec: BackendSpec, name: str) -> str:
+    """What a Transport is compared with."""
+    return str(spec.baselines.get(name, spec.baseline))
+
+
+def sides_of(spec: BackendSpec, name: str = "") -> dict[str, tuple[Verify, Staging]]:
     """What is measured of a backend."""
-    transport = transport_of(spec)
+    transport = transport_of(spec, name)
     return MAPPED if transport is not None and transport.properties.maps else SIDES
 
 
@@ -68,7 +73,9 @@ class Owner:
         numel = config["nbytes"] // config["tensors"] // 2
         backend = config["backend"]
         spec = registry.default().get(backend).spec
-        transport = transport_of(spec)
+        name = config["transport"]
+        options = {"transport": name} if name else {}
+        transport = transport_of(spec, name)
         self._state = {
             f"w{index}": torch.randn(numel, device=self._device).to(torch.bfloat16)
             for index in range(config["tensors"])
@@ -77,12 +84,12 @@ class Owner:
             self._state = _exposable(self._state, transport, self._device)
         self.trainers = {
             side: trainer_engine(
-                backend, StateDictSource(self._state), verify=verify, staging=staging
+                backend, StateDictSource(self._state), verify=verify, staging=staging, **options
             )
-            for side, (verify, staging) in sides_of(spec).items()
+            for side, (verify, staging) in sides_of(spec, name).items()
         }
         self._sending: threading.Thread | None = None
-        self.raw = registry.resolve(str(spec.baseline), backend=backend)(
+        self.raw = registry.resolve(baseline_of(spec, name), backend=backend)(
             f"raw-owner-{os.getpid()}", self._device
         )
         self._last = next(reversed(self._state.values()))

@@ -29,6 +29,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("backend", metavar="BACKEND", help="its name, as `vllm-wt list` shows it")
     parser.add_argument(
+        "--transport",
+        "--wt-transport",
+        dest="transport",
+        metavar="NAME",
+        help="which of its transports, where it has several [the default]",
+    )
+    parser.add_argument(
         "--device",
         "--wt-device",
         dest="device",
@@ -57,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     """pytest's exit code: 0 when every check has passed, or was known to fail and did.
 
     Raises:
-        BackendUnavailable: No such backend, or no pytest.
+        BackendUnavailable: No such backend, or no pytest, or the transport's library is missing.
         PluginError: It is installed and broken.
-        InvalidInfo: The device cannot be used.
+        InvalidInfo: The device cannot be used, or there is no such transport.
     """
     spec = registry.default().get(arguments.backend).spec
     if importlib.util.find_spec("pytest") is None:
@@ -91,6 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"--wt-backend={spec.name}",
         f"--wt-device={device}",
     ]
+    if arguments.transport is not None:
+        from vllm_wt.backends import transport_chosen
+
+        name, _ = transport_chosen(spec, arguments.transport)
+        command.append(f"--wt-transport={name}")
     if arguments.known_failures is not None:
         command.append(f"--wt-known-failures={arguments.known_failures}")
     if arguments.k is not None:

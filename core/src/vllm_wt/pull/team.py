@@ -92,6 +92,7 @@ class TeamTrainer(TogetherTrainer, PullTrainer):
         assert isinstance(info, PullInitInfo)
         return {
             "backend": self.backend,
+            "transport": info.transport,
             "names, dtypes or shapes": info.manifest_digest,
             "tensors to be gathered, or not contiguous": [list(run) for run in info.packed],
             "verify": info.verify,

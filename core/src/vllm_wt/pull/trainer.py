@@ -72,6 +72,7 @@ class PullTrainer(TrainerWeightTransferEngine):
             ``"bytes"``: only how many bytes have come. ``"off"``: nothing.
         staging: Where the workers receive; see `vllm_wt.loading.arena`.
         bucket_nbytes: Size of a buffer of the ring, a multiple of 4096.
+        transport: Name of ``transport_cls``, for workers; empty for the plugin's default.
         options: Others; none are known to core.
 
     Raises:
@@ -87,6 +88,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         verify: Verify = "digest",
         staging: Staging = "auto",
         bucket_nbytes: int | None = None,
+        transport: str = "",
         **options: Any,
     ) -> None:
         super().__init__(source, backend=backend, **options)
@@ -94,6 +96,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         require_one_of("staging", staging, get_args(Staging))
         require_bucket(bucket_nbytes)
         self._transport_cls = transport_cls
+        self._transport_name = transport
         self._verify = verify
         self._staging = staging
         self._bucket_nbytes = bucket_nbytes
@@ -149,6 +152,7 @@ class PullTrainer(TrainerWeightTransferEngine):
             bucket_nbytes=exposure.bucket_nbytes,
             slots=exposure.slots,
             mapped=self._is_mapped,
+            transport=self._transport_name,
             handle=self._handle(),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
     Args:
         context: Where the worker lives.
         transport_cls: The plugin's Transport.
+        choose: Gives the one that a trainer names, where there are several.
 
     Raises:
         InvalidInfo, LoadError: The arena that the environment asks for cannot be had.
@@ -53,9 +54,18 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
     init_info_cls = PullInitInfo
     update_info_cls = PullUpdateInfo
 
-    def __init__(self, context: WorkerContext, transport_cls: type[Transport]) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        transport_cls: type[Transport],
+        *,
+        choose: Callable[[str], type[Transport]] | None = None,
+    ) -> None:
         super().__init__(context)
         self._transport_cls = transport_cls
+        self._choose = choose
+        self._chosen = transport_cls
+        """The one that the trainer has named."""
         self._arena = Arena(context.device)
         self._planned: Reception | None = None
         self._slices: Slices | None = None
@@ -89,7 +99,7 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         return self._arena.nbytes
 
     def plan_receive(self, plan: LoadPlan, init_info: PullInitInfo) -> Intake:
-        properties = self._transport_cls.properties
+        properties = self._named(init_info.transport).properties
         exposure = Exposure.of(init_info, plan.manifest)
         alignment = properties.alignment
         slices = sliced(
@@ -120,7 +130,8 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
             planned, self._planned = self._planned, None
             assert planned is not None
         self._slices, self._choice = planned.slices, planned.choice
-        properties = self._transport_cls.properties
+        self._chosen = self._named(init_info.transport)
+        properties = self._chosen.properties
         self._handle = self._nearest((init_info.handle, *init_info.others))
         self._engine = init_info.engine
         self._counted = init_info.verify != "off"
@@ -222,6 +233,9 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         self._release_quarantine()
         self._itinerary = self._exposure = self._slices = self._handle = None
 
+    def _named(self, name: str) -> type[Transport]:
+        return self._choose(name) if name and self._choose else self._transport_cls
+
     @property
     def _device(self) -> torch.device:
         """Of the memory that is received into."""
@@ -235,7 +249,7 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         """
         if len(handles) == 1:
             return handles[0]
-        transport: Any = self._transport_cls
+        transport: Any = self._chosen
         backend, device = self.context.backend, self.context.device
         near = [
             handle
@@ -261,7 +275,7 @@ class PullEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
         if self._itinerary is not None:
             arena = self._arena.take(self._itinerary.arena_nbytes, self._choice.staging)
         name = reader_name(self._engine, self.context.rank)
-        transport: Any = self._transport_cls(name, self._device)
+        transport: Any = self._chosen(name, self._device)
         backend = self.context.backend
         try:
             if self._itinerary is None or arena is None:

@@ -13,10 +13,11 @@ import pytest
 pytest.register_assert_rewrite("vllm_wt.testing.conformance.checks")
 
 from vllm_wt import registry  # noqa: E402
+from vllm_wt.backends import transport_named  # noqa: E402
 from vllm_wt.errors import WeightTransferError  # noqa: E402
 from vllm_wt.testing.conformance.known import read_known_failures  # noqa: E402
 from vllm_wt.testing.conformance.report import Report, write  # noqa: E402
-from vllm_wt.testing.conformance.suite import BackendConformance  # noqa: E402
+from vllm_wt.testing.conformance.suite import BackendConformance, transport_of  # noqa: E402
 
 _PROPERTY = "vllm-wt check"
 
@@ -24,6 +25,7 @@ _PROPERTY = "vllm-wt check"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vllm-wt conformance")
     group.addoption("--wt-backend", metavar="NAME", help="backend that the kit is run on")
+    group.addoption("--wt-transport", metavar="NAME", help="which of its transports [the default]")
     group.addoption("--wt-device", metavar="DEVICE", default="cpu", help="of all memory [cpu]")
     group.addoption(
         "--wt-known-failures",
@@ -45,7 +47,7 @@ class _Reporter:
         self._config = config
         path = config.getoption("--wt-known-failures")
         self._known = read_known_failures(path) if path is not None else {}
-        self._reports: dict[str, Report] = {}
+        self._reports: dict[tuple[str, str], Report] = {}
         self._path: Path | None = config.getoption("--wt-report")
         if self._path is not None:
             _make_empty(self._path)
@@ -57,9 +59,10 @@ class _Reporter:
                 continue
             backend = cls.backend or self._config.getoption("--wt-backend")
             if backend:
-                self._require_installed(backend)
+                transport = transport_of(cls, self._config)
+                self._require_installed(backend, transport)
                 # It travels with the outcome, from another process too.
-                item.user_properties.append((_PROPERTY, f"{backend} {item.name}"))
+                item.user_properties.append((_PROPERTY, f"{backend} {transport} {item.name}"))
             if item.name in self._known:
                 reason = self._known[item.name]
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
@@ -67,20 +70,24 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == _PROPERTY:
-                backend, _, check = str(value).partition(" ")
-                self._report(backend).add(check, report)
+                backend, transport, check = str(value).split(" ", 2)
+                self._report(backend, transport).add(check, report)
 
-    def _require_installed(self, backend: str) -> None:
+    def _require_installed(self, backend: str, transport: str) -> None:
         try:
-            registry.default().get(backend)
+            spec = registry.default().get(backend).spec
+            if transport and transport not in spec.transports:
+                transport_named(spec, transport)
         except WeightTransferError as error:
             raise pytest.UsageError(str(error)) from None
 
-    def _report(self, backend: str) -> Report:
-        if backend not in self._reports:
+    def _report(self, backend: str, transport: str) -> Report:
+        which = (backend, transport)
+        if which not in self._reports:
             installed = registry.default().get(backend)
-            self._reports[backend] = Report(installed, self._config.getoption("--wt-device"))
-        return self._reports[backend]
+            device = self._config.getoption("--wt-device")
+            self._reports[which] = Report(installed, device, transport)
+        return self._reports[which]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for report in self._reports.values():

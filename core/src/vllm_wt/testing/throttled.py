@@ -98,8 +98,15 @@ class ThrottledWire:
 def _install(rate: float) -> None:
     original = PullEngine.__init__
 
-    def init(self: PullEngine, context: WorkerContext, transport_cls: type[Transport]) -> None:
-        original(self, context, throttled(transport_cls, rate))
+    def init(
+        self: PullEngine,
+        context: WorkerContext,
+        transport_cls: type[Transport],
+        *,
+        choose: Any = None,
+    ) -> None:
+        named = choose and (lambda name: throttled(choose(name), rate))
+        original(self, context, throttled(transport_cls, rate), choose=named)
 
     PullEngine.__init__ = init  # type: ignore[method-assign]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_wt import registry
+from vllm_wt.backends import transport_named
 from vllm_wt.deadline import Deadline
 from vllm_wt.testing import unpickling
 from vllm_wt.testing.conformance.content import content, digest
@@ -32,10 +33,14 @@ class Endpoint:
         device: Of its buffers.
         serve: Whether it is an owner: a thread calls ``progress``, as it does in a trainer, and what
             it holds can be exposed.
+        transport: Which of the backend's Transports; empty for the default.
     """
 
-    def __init__(self, backend: str, name: str, device: str, serve: bool) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: str, name: str, device: str, serve: bool, transport: str = ""
+    ) -> None:
+        self._spec = registry.default().get(backend).spec
+        self._of = transport
         self._device = torch.device(device)
         self._lock = threading.Lock()
         self._buffers: dict[str, list[torch.Tensor]] = {}
@@ -54,8 +59,7 @@ class Endpoint:
 
     def renew(self, name: str) -> None:
         """A new transport in this process."""
-        path = str(registry.default().get(self._backend).spec.transport)
-        cls = registry.resolve(path, backend=self._backend)
+        cls: Any = transport_named(self._spec, self._of)
         with self._lock:
             self._transport = cls(name, self._device)
         self._regions, self._plans, self._passes = {}, {}, {}

@@ -41,6 +41,7 @@ class EndpointProcess(Process):
         device: Of its buffers.
         name: Of the endpoint.
         serve: Whether a thread calls ``progress``.
+        transport: Which of the backend's Transports; empty for the default.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class EndpointProcess(Process):
         device: str,
         name: str,
         serve: bool,
+        transport: str = "",
     ) -> None:
         super().__init__(
             forker,
@@ -63,6 +65,7 @@ class EndpointProcess(Process):
             name=name,
             device=device,
             serve=serve,
+            transport=transport,
         )
         self.name = name
 
@@ -87,6 +90,8 @@ class Harness:
 
     options: dict[str, Any] = {}  # noqa: RUF012
     """Options for the trainer's side of the backend."""
+    transport: str = ""
+    """Which of the backend's Transports; empty for the default."""
 
     def __init__(self, backend: str, forker: Forker, *, device: str = "cpu") -> None:
         self.backend = backend
@@ -111,13 +116,19 @@ class Harness:
     def on(self, device: str) -> Harness:
         """The same backend in another kind of memory; it ends with this one."""
         other = type(self)(self.backend, self._forker, device=device)
+        other.transport = self.transport
         self._others.append(other)
         return other
 
     def package(self) -> Process:
         """A process that looks at the backend's classes."""
         process = Process(
-            self._forker, "package", "the package", self._deadline, backend=self.backend
+            self._forker,
+            "package",
+            "the package",
+            self._deadline,
+            backend=self.backend,
+            transport=self.transport,
         )
         self._processes.append(process)
         return process
@@ -184,6 +195,7 @@ class Harness:
             device=self.device,
             name=new_name(title),
             serve=serve,
+            transport=self.transport,
         )
         self._processes.append(process)
         return process
@@ -194,6 +206,7 @@ class Harness:
         self, kind: str = "few", seed: int = 1, *, in_place: bool = False, **options: Any
     ) -> Process:
         """A trainer's process; see `content` for the kinds of tensors, `trainer` for the rest."""
+        of_transport = {"transport": self.transport} if self.transport else {}
         trainer = Process(
             self._forker,
             "trainer",
@@ -203,7 +216,7 @@ class Harness:
             device=self.device,
             kind=kind,
             seed=seed,
-            options={**self.options, **options},
+            options={**of_transport, **self.options, **options},
             in_place=in_place,
         )
         self._processes.append(trainer)

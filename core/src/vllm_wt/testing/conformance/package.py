@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_wt import native, registry
+from vllm_wt.backends import transport_named
 from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
 from vllm_wt.spec import Kind
 from vllm_wt.transport import MappingTransport, Transport
@@ -17,17 +18,19 @@ class Package:
 
     Args:
         backend: Which.
+        transport: Which of its Transports; empty for the default.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, transport: str = "") -> None:
         self._spec = registry.default().get(backend).spec
+        self._transport = transport
 
     def problems(self) -> list[str]:
         """What the classes lack to be called as the contract says."""
         spec = self._spec
         found: list[str] = []
         if spec.kind is Kind.TRANSPORT:
-            path = str(spec.transport)
+            path = spec.transports.get(self._transport, str(spec.transport))
             found += self._problems(path, Transport)
             if self.maps():
                 found += self._problems(path, MappingTransport)
@@ -44,13 +47,11 @@ class Package:
 
     def memory(self) -> list[str]:
         """Device types in the properties of a Transport."""
-        path = str(self._spec.transport)
-        return sorted(registry.resolve(path, backend=self._spec.name).properties.memory)
+        return sorted(transport_named(self._spec, self._transport).properties.memory)
 
     def maps(self) -> bool:
         """Whether a Transport says that readers can map an owner's memory."""
-        path = str(self._spec.transport)
-        cls = registry.resolve(path, backend=self._spec.name)
+        cls = transport_named(self._spec, self._transport)
         return bool(getattr(getattr(cls, "properties", None), "maps", False))
 
     def _problems_of_class(self, path: str, contract: type[Any]) -> Iterator[str]:

@@ -23,10 +23,12 @@ class Report:
     Args:
         installed: The backend.
         device: That the checks ran on.
+        transport: Which of the backend's Transports; empty for the default.
     """
 
     installed: Backend
     device: str
+    transport: str = ""
     outcomes: dict[str, str] = field(default_factory=dict)
     """``passed``, ``failed``, ``known failure`` or ``not run``, by check."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class Report:
         spec = self.installed.spec
         return {
             "backend": spec.name,
+            "transport": self.transport,
             "kind": spec.kind.value,
             "distribution": self.installed.distribution,
             "version": self.installed.version,
@@ -92,11 +95,15 @@ class Report:
             "seconds": round(self.seconds, 2),
         }
 
+    def _kind(self) -> str:
+        kind = self.installed.spec.kind.value
+        return f"{kind} {self.transport}" if self.transport else kind
+
     def lines(self) -> list[str]:
         """The same, for people."""
         facts = self.facts()
         lines = [
-            f"{facts['backend']} ({facts['distribution']} {facts['version']}, {facts['kind']}) on "
+            f"{facts['backend']} ({facts['distribution']} {facts['version']}, {self._kind()}) on "
             f"{self.device}, by the kit of vllm-wt {facts['kit']}, contract {CONTRACT_VERSION}",
             f"capabilities: claimed {facts['claimed']} of {len(Capability)}",
             *(f"  {name}: {said}" for name, said in facts["capabilities"].items()),

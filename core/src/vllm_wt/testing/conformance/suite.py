@@ -27,7 +27,7 @@ from vllm_wt.testing.conformance.harness import LONG_S, Harness
 from vllm_wt.testing.conformance.process import Forker
 
 _FORKER = pytest.StashKey[Forker]()
-_MAPS = pytest.StashKey[dict[str, bool]]()
+_MAPS = pytest.StashKey[dict[tuple[str, str], bool]]()
 
 
 class BackendConformance(  # pytest runs the checks of the last one first
@@ -57,6 +57,8 @@ class BackendConformance(  # pytest runs the checks of the last one first
 
     backend: ClassVar[str | None] = None
     """Name of the backend, as `vllm-wt list` shows it; ``--wt-backend`` if it is not given."""
+    transport: ClassVar[str] = ""
+    """Which of the backend's Transports; empty for the default."""
     harness_cls: ClassVar[type[Harness]] = Harness
     """Where the backend needs options or an environment of its own."""
 
@@ -75,6 +77,7 @@ class BackendConformance(  # pytest runs the checks of the last one first
         if reason := why_not(request.function, registry.default().get(name).spec):
             pytest.skip(reason)
         harness = self.harness_cls(name, _forker(request.config), device=device)
+        harness.transport = transport_of(type(self), request.config)
         try:
             if is_of_mapping(request.function) and not _maps(request.config, harness):
                 pytest.skip("its properties.maps is false: readers do not map an owner's memory")
@@ -83,12 +86,19 @@ class BackendConformance(  # pytest runs the checks of the last one first
             harness.close()
 
 
+def transport_of(cls: type[BackendConformance], config: pytest.Config) -> str:
+    """The Transport that a class of checks is for: ``--wt-transport`` goes with ``--wt-backend``."""
+    given = None if cls.backend else config.getoption("--wt-transport", default=None)
+    return str(given or cls.transport)
+
+
 def _maps(config: pytest.Config, harness: Harness) -> bool:
     """What the class of the Transport says; looked up once."""
     known = config.stash.setdefault(_MAPS, {})
-    if harness.backend not in known:
-        known[harness.backend] = harness.package().maps(within=LONG_S)
-    return known[harness.backend]
+    which = (harness.backend, harness.transport)
+    if which not in known:
+        known[which] = harness.package().maps(within=LONG_S)
+    return known[which]
 
 
 def _forker(config: pytest.Config) -> Forker:

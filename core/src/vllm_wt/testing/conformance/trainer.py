@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_wt import registry
-from vllm_wt.backends import trainer_engine
+from vllm_wt.backends import trainer_engine, transport_chosen
 from vllm_wt.deadline import Deadline
 from vllm_wt.packing import as_bytes
 from vllm_wt.source import StateDictSource
@@ -42,8 +42,9 @@ class Trainer:
         self._kind = kind
         self._allocate: Any = None
         if in_place:
-            path = str(registry.default().get(backend).spec.transport)
-            self._allocate = registry.resolve(path, backend=backend).allocate
+            spec = registry.default().get(backend).spec
+            transport: Any = transport_chosen(spec, options.get("transport"))[1]
+            self._allocate = transport.allocate
         self._tensors = self._made(seed)
         self._source = StateDictSource(self._tensors)
         self._engine = trainer_engine(backend, self._source, **options)
