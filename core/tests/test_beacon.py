@@ -8,6 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -67,6 +70,55 @@ def test_it_is_reached_from_where_the_engine_is(host):
     beacon = Beacon()
     assert lives(beacon.towards("mine", host), "mine")
     beacon.close()
+
+
+def test_engines_that_are_connected_side_by_side_share_one():
+    beacon = Beacon()
+    start = threading.Barrier(8)
+
+    def towards(_):
+        start.wait(30)
+        return beacon.towards("mine", None)
+
+    with ThreadPoolExecutor(8) as pool:
+        trainers = set(pool.map(towards, range(8)))
+    assert len(trainers) == 1
+    beacon.close()
+    assert not lives(trainers.pop(), "mine")
+
+
+def test_without_a_port_nobody_is_claimed(monkeypatch):
+    def refuse(*args, **options):
+        raise OSError("Too many open files")
+
+    beacon = Beacon()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_server", refuse)
+        assert beacon.towards("mine", None).beacon == ""
+    assert lives(beacon.towards("mine", None), "mine")
+
+
+def test_one_that_dribbles_does_not_keep_us_longer_than_one_that_is_silent():
+    trainer = Beacon().towards("mine", None)
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def dribble():
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                while len(said) < 1000:
+                    connection.send(b"x")
+                    said.append(None)
+                    gone.wait(0.5)
+
+        gone = threading.Event()
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        port = server.getsockname()[1]
+        assert not lives(replace(trainer, beacon=f"127.0.0.1:{port}"), "mine")
+        gone.set()
+        thread.join()
+    assert len(said) < 32, "it was waited for all of an answer"
 
 
 def test_a_host_that_is_none_has_no_beacon():

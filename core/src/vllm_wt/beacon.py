@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import socket
 import threading
@@ -9,21 +11,27 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_wt.deadline import Deadline
 from vllm_wt.info import TrainerInfo
+
+logger = logging.getLogger(__name__)
 
 _ANSWER_S = 2.0
 """Seconds in which a trainer that lives has answered; the kernel takes connections for one that is
 stopped, too."""
-_MOST_NBYTES = 256
+_LEAST_S = 0.001
+"""Least seconds: 0 is no limit."""
 _PROBE_PORT = 9
 """Of nobody: nothing is sent there."""
 
 
 class Beacon:
-    """Answers whoever connects with the name of the session, for as long as the process runs."""
+    """Answers whoever connects with a digest of the session's name, for as long as the process runs.
+    Not with the name itself, by which a stranger could pass for one of its workers."""
 
     def __init__(self) -> None:
         self._listening: dict[str, socket.socket] = {}
+        self._lock = threading.Lock()  # engines are connected side by side
         self._stop = weakref.finalize(self, _close, self._listening)
 
     def towards(self, session: str, host: str | None) -> TrainerInfo:
@@ -46,15 +54,23 @@ class Beacon:
         self._stop()
 
     def _listen(self, session: str, address: str) -> str:
-        listening = self._listening.get(address)
-        if listening is None:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = self._listening[address] = socket.create_server((address, 0), family=family)
-            answer = f"{session}\n".encode()
-            threading.Thread(
-                target=_answer, args=(listening, answer), name="vllm-wt-beacon", daemon=True
-            ).start()
-        port = listening.getsockname()[1]
+        with self._lock:
+            listening = self._listening.get(address)
+            if listening is None:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                try:
+                    listening = socket.create_server((address, 0), family=family)
+                except OSError as error:
+                    logger.warning("vllm-wt: no port for engines to see that we live: %s", error)
+                    return ""
+                self._listening[address] = listening
+                threading.Thread(
+                    target=_answer,
+                    args=(listening, _answer_of(session)),
+                    name="vllm-wt-beacon",
+                    daemon=True,
+                ).start()
+            port = listening.getsockname()[1]
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -69,18 +85,23 @@ def lives(trainer: TrainerInfo, session: str) -> bool:
     host, _, port = trainer.beacon.rpartition(":")
     if not host:
         return False
-    expected = f"{session}\n".encode()
+    expected = _answer_of(session)
+    deadline = Deadline(_ANSWER_S)
     got = b""
     with (
-        suppress(OSError, ValueError),
+        suppress(OSError, ValueError, OverflowError),  # what was told may be no port
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S) as connection,
     ):
-        connection.settimeout(_ANSWER_S)
-        while len(got) < min(len(expected), _MOST_NBYTES):
-            if not (more := connection.recv(_MOST_NBYTES)):
+        while len(got) < len(expected):
+            connection.settimeout(max(_LEAST_S, deadline.remaining()))
+            if not (more := connection.recv(len(expected))):
                 break
             got += more
     return got == expected
+
+
+def _answer_of(session: str) -> bytes:
+    return hashlib.sha256(session.encode()).digest()
 
 
 def _answer(listening: socket.socket, answer: bytes) -> None:
