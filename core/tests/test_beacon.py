@@ -72,9 +72,18 @@ def test_it_is_reached_from_where_the_engine_is(host):
     beacon.close()
 
 
-def test_engines_that_are_connected_side_by_side_share_one():
+def test_engines_that_are_connected_side_by_side_share_one(monkeypatch):
     beacon = Beacon()
     start = threading.Barrier(8)
+    create = socket.create_server
+
+    def create_late(*args, **options):
+        made = create(*args, **options)
+        others.wait(0.1)  # they come to it meanwhile, if they can
+        return made
+
+    others = threading.Event()
+    monkeypatch.setattr(socket, "create_server", create_late)
 
     def towards(_):
         start.wait(30)
