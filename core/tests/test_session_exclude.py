@@ -115,6 +115,18 @@ def test_one_that_does_not_answer_keeps_nobody_waiting(pair, monkeypatch):
     assert pair.sync.push(6, on_failure="exclude").failed == {}
 
 
+@pytest.mark.parametrize("step", ["start", "open", "seal", "pause"])
+def test_one_that_hangs_in_a_step_leaves_the_others_time(pair, step):
+    stuck = threading.Event()
+    pair.engines[1].calls.meet[step] = stuck
+    result = pair.sync.push(2, on_failure="exclude", deadline_s=3)
+    assert list(result.engines) == ["engine0"]
+    assert isinstance(result.failed["engine1"], Timeout)
+    assert_equal(pair.loaders[0].weights, pair.source)
+    stuck.set()
+    pair.assert_good_round(3)
+
+
 def test_one_that_has_died_is_not_asked_again(pair):
     pair.engines[0].fails["start"] = PeerDead("gone")
     assert "gone" in str(pair.sync.push(2, on_failure="exclude").failed["engine0"])

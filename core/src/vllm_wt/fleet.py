@@ -68,7 +68,8 @@ class Fleet:
 
         Args:
             step: What to do with each.
-            bounded: Whether an engine that does not answer by the deadline may be left out then.
+            bounded: Whether an engine that has not answered in half of the time that is left may be
+                left out then: the others need the rest.
 
         Raises:
             WeightTransferError: Of the first engine that failed; if others go on, of none unless all
@@ -77,7 +78,8 @@ class Fleet:
         if not self.excludes:
             each(self.links, step)
             return
-        for link, error in failures(self.links, step, self._deadline if bounded else None):
+        until = Deadline(self._deadline.remaining() / 2) if bounded else None
+        for link, error in failures(self.links, step, until):
             self._leave_out(link, error)
         self._require_any()
 
