@@ -228,7 +228,8 @@ def test_a_worker_that_is_killed_during_the_read_harms_no_other(
 
 
 ABORTED = (
-    "UCX 1.23 aborts an owner that goes on with several reads of a peer that has gone to answer: "
+    "UCX 1.23 mostly aborts an owner that goes on with several reads to answer, of a peer that "
+    "has gone: "
     "`ucp_request.inl: Fatal: unexpected error: Endpoint timeout`"
 )
 
@@ -236,7 +237,12 @@ ABORTED = (
 @pytest.mark.parametrize("harness", ["tcp"], indirect=True)
 @pytest.mark.parametrize(
     "moment",
-    ["landed", pytest.param("in flight", marks=pytest.mark.xfail(reason=ABORTED, raises=Ended))],
+    [
+        "landed",
+        pytest.param(
+            "in flight", marks=pytest.mark.xfail(reason=ABORTED, raises=Ended, strict=False)
+        ),
+    ],
 )
 def test_a_trainer_that_is_stopped_during_the_read_and_goes_on_too_late(
     harness: Harness, moment: str

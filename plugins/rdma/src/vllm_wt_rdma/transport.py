@@ -90,15 +90,6 @@ class NixlTransport:
         # `open`, not by whichever thread collects garbage: NIXL isn't thread-safe here.
         self._plans: list[tuple[weakref.ref[Plan], Prepared]] = []
 
-    @staticmethod
-    def require() -> None:
-        """See that NIXL is there.
-
-        Raises:
-            BackendUnavailable: It is not installed, or cannot be imported.
-        """
-        nixl.load()
-
     def register(self, buffers: Sequence[torch.Tensor]) -> Region:
         """Make contiguous, non-empty buffers known to NIXL, in one call a kind of memory.
 

@@ -1,1 +1,0 @@
-"""A second fabric of the ``rdma`` backend: tag messages over UCXX. Import-light."""
