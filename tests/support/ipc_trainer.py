@@ -163,10 +163,30 @@ class Session:
         idle: bool = False,
     ) -> None:
         """As of wt_trainer.py."""
+        self._connect(WeightSync.connect, deadline_s, url, options, idle)
+
+    def reconnect(
+        self,
+        deadline_s: float = 60.0,
+        url: str | None = None,
+        options: dict[str, Any] | None = None,
+        idle: bool = False,
+    ) -> None:
+        """Likewise."""
+        self._connect(WeightSync.reconnect, deadline_s, url, options, idle)
+
+    def _connect(
+        self,
+        connect: Callable[..., WeightSync],
+        deadline_s: float,
+        url: str | None,
+        options: dict[str, Any] | None,
+        idle: bool,
+    ) -> None:
         engine: Any = url or RelayClient(self._folder / "engine.sock")
         if idle:
             engine.idle_between_calls = True
-        self._sync = WeightSync.connect(
+        self._sync = connect(
             engine, backend=BACKEND, source=self._model, deadline_s=deadline_s, **(options or {})
         )
 
