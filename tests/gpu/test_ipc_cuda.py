@@ -259,7 +259,7 @@ def test_each_way_to_stage_and_to_verify_loads_the_same(
     tokens, digests = engine.tokens(), engine.digests()
     second = engine.trainer()
     options = {"staging": staging, "verify": verify}
-    second.call("connect", 60.0, None, options, True)
+    second.call("reconnect", 60.0, None, options, True)
     second.call("randomize", 21, False)
     second.call("push", 1)
     assert engine.digests() != digests
@@ -422,7 +422,7 @@ def test_B20_a_trainer_that_connects_while_the_engine_sleeps(
     engine.llm.wake_up()
     if level == 1:
         assert engine.digests() == digests
-    other.call("connect")
+    other.call("reconnect")
     checkpoint = other.call("randomize", 52)
     other.call("push", 1)
     engine.assert_whole(1)
@@ -430,7 +430,7 @@ def test_B20_a_trainer_that_connects_while_the_engine_sleeps(
 
 
 def _connect_and_push(trainer: IpcTrainer) -> None:
-    trainer.call("connect")
+    trainer.call("reconnect")
     trainer.call("push", 1)
 
 
@@ -527,7 +527,7 @@ def test_B22_a_device_that_is_named_by_its_uuid(one_engine: Engine) -> None:
     uuid = str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
     for spelling in (f"GPU-{uuid}", f"GPU-{uuid[:8]}"):
         trainer = engine.trainer(CUDA_VISIBLE_DEVICES=spelling)
-        trainer.call("connect")
+        trainer.call("reconnect")
         checkpoint = trainer.call("randomize", 71)
         trainer.call("push", 1)
         assert engine.staging() == "mapped"
@@ -543,7 +543,7 @@ def test_B22_another_gpu_under_the_same_index_is_refused(one_engine: Engine) -> 
     digests = engine.digests()
     trainer = engine.trainer(CUDA_VISIBLE_DEVICES=visible[1])
     with pytest.raises(TransportError, match=r"another GPU|not visible") as error:
-        trainer.call("connect")
+        trainer.call("reconnect")
     assert error.value.cure
     assert engine.digests() == digests
 

@@ -62,7 +62,7 @@ def test_received_on_the_host_or_a_part_at_a_time_it_is_the_same(engine: Any, st
     tokens, digests = engine.tokens(), engine.rpc("wt_digests")
     engine.rpc("wt_streamed_nbytes", 1 << 20)
     second = engine.trainer()
-    second.call("connect", 60.0, None, {"staging": staging}, True)
+    second.call("reconnect", 60.0, None, {"staging": staging}, True)
     second.call("randomize", 21)
     print(second.call("push", 1))
     assert engine.rpc("wt_digests") != digests
