@@ -161,34 +161,20 @@ class Session:
         url: str | None = None,
         options: dict[str, Any] | None = None,
         idle: bool = False,
+        *,
+        by: Callable[..., WeightSync] = WeightSync.connect,
     ) -> None:
         """As of wt_trainer.py."""
-        self._connect(WeightSync.connect, deadline_s, url, options, idle)
-
-    def reconnect(
-        self,
-        deadline_s: float = 60.0,
-        url: str | None = None,
-        options: dict[str, Any] | None = None,
-        idle: bool = False,
-    ) -> None:
-        """Likewise."""
-        self._connect(WeightSync.reconnect, deadline_s, url, options, idle)
-
-    def _connect(
-        self,
-        connect: Callable[..., WeightSync],
-        deadline_s: float,
-        url: str | None,
-        options: dict[str, Any] | None,
-        idle: bool,
-    ) -> None:
         engine: Any = url or RelayClient(self._folder / "engine.sock")
         if idle:
             engine.idle_between_calls = True
-        self._sync = connect(
+        self._sync = by(
             engine, backend=BACKEND, source=self._model, deadline_s=deadline_s, **(options or {})
         )
+
+    def reconnect(self, *arguments: Any) -> None:
+        """The same, with an engine whose trainer lives."""
+        self.connect(*arguments, by=WeightSync.reconnect)
 
     def push(self, version: int, deadline_s: float = 60.0) -> dict[str, Any]:
         assert self._sync is not None

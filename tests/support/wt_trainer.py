@@ -42,6 +42,8 @@ class Trainer:
         idle: bool = False,
         backend: str = "rdma",
         others: Sequence[str] = (),
+        *,
+        by: Callable[..., WeightSync] = WeightSync.connect,
     ) -> None:
         """Connect to the engine behind the relay, or at ``url``.
 
@@ -52,38 +54,19 @@ class Trainer:
             idle: The engine runs no forward pass within a push: its test sees to that.
             backend: Which.
             others: Relays of more engines.
+            by: How.
         """
-        self._connect(WeightSync.connect, deadline_s, url, options, idle, backend, others)
-
-    def reconnect(
-        self,
-        deadline_s: float = 60.0,
-        url: str | None = None,
-        options: dict[str, Any] | None = None,
-        idle: bool = False,
-        backend: str = "rdma",
-        others: Sequence[str] = (),
-    ) -> None:
-        """The same, with an engine whose trainer lives."""
-        self._connect(WeightSync.reconnect, deadline_s, url, options, idle, backend, others)
-
-    def _connect(
-        self,
-        connect: Callable[..., WeightSync],
-        deadline_s: float,
-        url: str | None,
-        options: dict[str, Any] | None,
-        idle: bool,
-        backend: str,
-        others: Sequence[str],
-    ) -> None:
         engine: Any = url or RelayClient(self._folder / "engine.sock")
         if idle:
             engine.idle_between_calls = True
         engines = [engine, *(RelayClient(Path(path)) for path in others)]
-        self._sync = connect(
+        self._sync = by(
             engines, backend=backend, source=self._model, deadline_s=deadline_s, **(options or {})
         )
+
+    def reconnect(self, *arguments: Any) -> None:
+        """The same, with an engine whose trainer lives."""
+        self.connect(*arguments, by=WeightSync.reconnect)
 
     def set_environment(self, name: str, value: str) -> None:
         """For what reads it later."""
