@@ -368,11 +368,13 @@ def sleeping(sleeper: Engine) -> Iterator[tuple[Engine, IpcTrainer]]:
 
 
 WOKEN = {"weights": ["weights"], "kv": ["kv_cache"], "all": None}
+# Where weights were thrown away (level 2), vLLM 0.26 cannot wake the KV cache before them: it copies
+# the model's buffers, too.
+LEVELS = [(1, "weights"), (1, "kv"), (1, "all"), (2, "weights"), (2, "all")]
 
 
 @pytest.mark.parametrize("push_asleep", [False, True], ids=["push after", "push before and after"])
-@pytest.mark.parametrize("woken", list(WOKEN))
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(("level", "woken"), LEVELS)
 def test_B20_a_push_into_an_engine_that_sleeps(
     sleeping: tuple[Engine, IpcTrainer], level: int, woken: str, push_asleep: bool
 ) -> None:

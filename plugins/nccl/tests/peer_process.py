@@ -50,7 +50,7 @@ class Peer:
     def start(self, nbytes: int, value: int, seconds: float, root: int = 0) -> None:
         """A broadcast, of this rank's part in it."""
         self._buffer = torch.full((nbytes,), value, dtype=torch.uint8, device=self._device)
-        self._broadcast = self._communicator.broadcast(self._buffer, seconds, root)
+        self._broadcast = self._communicator.broadcast([self._buffer], seconds, root)
 
     def finish(self, seconds: float) -> list[int]:
         """Wait for it; the least and the largest byte that have come."""

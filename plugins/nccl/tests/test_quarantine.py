@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +21,7 @@ class Busy:
         self.is_over = False
         self.closed = threading.Event()
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> Any:
+    def broadcast(self, buffers: Sequence[torch.Tensor], seconds: float, root: int = 0) -> Any:
         raise NotImplementedError
 
     def close(self) -> bool:

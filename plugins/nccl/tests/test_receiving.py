@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -75,9 +75,10 @@ class _Sent:
         pouring.prepare(ring)
         pouring.pour(filling)
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> _Sent:
-        buffer.copy_(self.buffers[self.taken])
-        self.taken += 1
+    def broadcast(self, buffers: Sequence[torch.Tensor], seconds: float, root: int = 0) -> _Sent:
+        for buffer in buffers:
+            buffer.copy_(self.buffers[self.taken])
+            self.taken += 1
         return self
 
     def wait(self, seconds: float) -> bool:

@@ -129,8 +129,9 @@ class _Sent:
                     filling.put(name, part.clone().view(full[name].dtype))
         filling.end()
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> _Sent:
-        buffer.copy_(self.buffers[root].pop(0))
+    def broadcast(self, buffers: Sequence[torch.Tensor], seconds: float, root: int = 0) -> _Sent:
+        for buffer in buffers:
+            buffer.copy_(self.buffers[root].pop(0))
         return self
 
     def wait(self, seconds: float) -> bool:

@@ -215,7 +215,7 @@ def _rounds(
     from vllm_wt.cli.bench_owner import baseline_of, sides_of
     from vllm_wt.deadline import Deadline
     from vllm_wt.engine import WeightTransferEngine, WorkerContext
-    from vllm_wt.loading.staging import Staging
+    from vllm_wt.loading.staging import Known, Staging
 
     backend, device = config["backend"], torch.device(reader_device)
     transport = config["transport"]
@@ -233,11 +233,12 @@ def _rounds(
     target = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
     raw.connect(client.call("expose_raw"), target)
     samples: dict[str, list[float]] = {side: [] for side in (*engines, "raw")}
+    known = {side: Known() for side in engines}
     checked = True
     for number in range(-2, rounds):  # two rounds to warm up all sides
         for side, engine in engines.items():
             info = client.call("publish", side, number + 3)
-            staging = Staging(manifest)
+            staging = Staging(manifest, known[side])
             began = time.perf_counter()
             update = engine.update_info_cls.from_wire(info, backend=backend)
             engine.receive_weights(update, staging)

@@ -111,10 +111,10 @@ class Buckets:
             gaps += self._cut(end, slot.offset - end)
             end = slot.offset + slot.nbytes
         gaps += self._cut(end, self.layout.nbytes - end)
-        found: dict[int, tuple[tuple[int, int], ...]] = {}
+        found: dict[int, list[tuple[int, int]]] = {}
         for gap in gaps:
-            found[gap.bucket] = (*found.get(gap.bucket, ()), (gap.offset, gap.nbytes))
-        return found
+            found.setdefault(gap.bucket, []).append((gap.offset, gap.nbytes))
+        return {bucket: tuple(each) for bucket, each in found.items()}
 
     def _cut(self, start: int, nbytes: int) -> tuple[Piece, ...]:
         """A range of the whole run, cut at the buckets' ends."""

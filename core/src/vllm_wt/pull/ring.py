@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
@@ -33,6 +34,7 @@ class Ring:
         self.buckets: Buckets = exposure.buckets
         self.slots = [zeros(exposure.slot_nbytes) for _ in range(exposure.slots_used)]
         self._digests: dict[tuple[int, int], Digests] = {}
+        self._clearing: dict[int, Copies] = {}
 
     def slot(self, bucket: int) -> torch.Tensor:
         return self.slots[bucket % len(self.slots)]
@@ -44,6 +46,19 @@ class Ring:
         if key not in self._digests:
             self._digests[key] = Digests([self.slot(bucket)[:nbytes]])
         return self._digests[key]
+
+    def clear_padding(self, bucket: int) -> None:
+        """Put zeros behind each tensor's end, where the slot has what the last bucket in it had.
+
+        A bucket may have thousands of such places, so that it is prepared once, as the copies are.
+        """
+        if bucket not in self._clearing:
+            slot, padding = self.slot(bucket), self.buckets.padding(bucket)
+            zeros = slot.new_zeros(max((nbytes for _, nbytes in padding), default=0))
+            self._clearing[bucket] = Copies(
+                (slot[at : at + nbytes], zeros[:nbytes]) for at, nbytes in padding
+            )
+        self._clearing[bucket].run()
 
 
 class Filling:
@@ -78,10 +93,15 @@ class Filling:
         self._watch = watch
         self._deadline = deadline
         self._bucket: int | None = None
-        self._left = deque(
+
+    @cached_property
+    def _left(self) -> deque[TensorMeta]:
+        """What is still to be put."""
+        exposure = self._ring.exposure
+        return deque(
             meta
-            for meta in ring.exposure.manifest.tensors
-            if meta.name in ring.exposure.packed or not meta.nbytes
+            for meta in exposure.manifest.tensors
+            if meta.name in exposure.packed or not meta.nbytes
         )
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -151,11 +171,8 @@ class Filling:
                 got=f"{have} of {self._readers} workers",
             )
             self._deadline.wait(_WAIT_S)
-        slot = self._ring.slot(bucket)
         if self._digests is not None:  # a block's digest takes in what is behind a tensor's end
-            padding = [slot[at : at + nbytes] for at, nbytes in self._ring.buckets.padding(bucket)]
-            if padding:
-                torch._foreach_zero_(padding)
+            self._ring.clear_padding(bucket)
         self._bucket = bucket
 
     def _leave(self) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 
 class Broadcast(Protocol):
-    """One under way."""
+    """Some buffers under way together."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether the buffer is free again on the root, and full elsewhere.
+        """Whether the buffers are free again on the root, and full elsewhere.
 
         Args:
             seconds: To wait for that; 0 for a look.
@@ -26,14 +27,17 @@ class Broadcast(Protocol):
 class Communicator(Protocol):
     """The trainer, rank 0 and maybe the next ones, and the workers of all its engines."""
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> Broadcast:
-        """Start to send one rank's buffer to all others'. All ranks call it in the same order.
+    def broadcast(
+        self, buffers: Sequence[torch.Tensor], seconds: float, root: int = 0
+    ) -> Broadcast:
+        """Start to send one rank's buffers to all others'. All ranks call it in the same order.
 
         Args:
-            buffer: Contiguous, uint8, of the same size on all ranks. It belongs to the broadcast until
-                that is done; what was queued on it before, on the current stream, is waited for.
+            buffers: At least one; contiguous, uint8, of the same sizes on all ranks. They belong to the
+                broadcast until that is done; what was queued on them before, on the current stream, is
+                waited for.
             seconds: After these the fabric gives it up by itself.
-            root: Whose buffer is sent.
+            root: Whose buffers are sent.
         """
 
     def close(self) -> bool:

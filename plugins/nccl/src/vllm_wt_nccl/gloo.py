@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,27 +23,32 @@ _LEAST_S = 0.001
 class GlooBroadcast:
     """A `vllm_wt_nccl.communicator.Broadcast`."""
 
-    def __init__(self, work: Any, buffer: torch.Tensor) -> None:
-        self._work = work
-        self._buffer = buffer  # gloo may write to it as long as this lives
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._buffers = buffers  # gloo may write to them as long as this lives
+        self.works: list[Any] = []
+        """One a buffer that has been started."""
 
     @property
     def is_over(self) -> bool:
-        """Whether gloo is done with the buffer, well or not."""
-        return bool(self._work.is_completed())
+        """Whether gloo is done with the buffers, well or not."""
+        return all(work.is_completed() for work in self.works)
 
     def wait(self, seconds: float) -> bool:
-        if seconds > 0:
-            # Rather than to look again and again: who receives needs the core.
-            with suppress(RuntimeError):  # it is at its end, or this wait is
-                self._work.wait(timedelta(seconds=max(_LEAST_S, seconds)))
-        if not self.is_over:
-            return False
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _typed(error) from error
-        return True
+        return all(_is_done(work, seconds) for work in self.works)
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    if seconds > 0:
+        # Rather than to look again and again: who receives needs the core.
+        with suppress(RuntimeError):  # it is at its end, or this wait is
+            work.wait(timedelta(seconds=max(_LEAST_S, seconds)))
+    if not work.is_completed():
+        return False
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _typed(error) from error
+    return True
 
 
 class GlooCommunicator:
@@ -76,16 +82,20 @@ class GlooCommunicator:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._started: list[GlooBroadcast] = []
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> GlooBroadcast:
+    def broadcast(
+        self, buffers: Sequence[torch.Tensor], seconds: float, root: int = 0
+    ) -> GlooBroadcast:
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         options.timeout = timedelta(seconds=max(_LEAST_S, seconds))
         self._started = [each for each in self._started if not each.is_over]
+        broadcast = GlooBroadcast(buffers)
+        self._started.append(broadcast)
         try:
-            broadcast = GlooBroadcast(self._group.broadcast([buffer], options), buffer)
+            for buffer in buffers:
+                broadcast.works.append(self._group.broadcast([buffer], options))
         except RuntimeError as error:
             raise _typed(error) from error
-        self._started.append(broadcast)
         return broadcast
 
     def close(self) -> bool:

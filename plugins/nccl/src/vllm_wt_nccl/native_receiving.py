@@ -71,7 +71,7 @@ class Receiving:
             self._require_announced(header, number, metas)
             payload = self._buffers.take(number, header.nbytes)
             communicator = self._group.communicator
-            coming = communicator.broadcast(payload, self._deadline.remaining())
+            coming = communicator.broadcast([payload], self._deadline.remaining())
             if before is not None:
                 before()
             what = "Not all weights have come in time"
@@ -86,7 +86,7 @@ class Receiving:
 
     def _header(self) -> Header:
         came = torch.zeros(NBYTES, dtype=torch.uint8, device=self._group.device)
-        coming = self._group.communicator.broadcast(came, self._deadline.remaining())
+        coming = self._group.communicator.broadcast([came], self._deadline.remaining())
         awaited([coming], self._deadline, self._watch, "The trainer does not go on in time")
         return Header.decode(came)
 

@@ -121,7 +121,7 @@ class Sending:
         communicator = self._group.communicator
         seconds = self._deadline.remaining()
         self._under_way[number % self._packing.buffers] = [
-            communicator.broadcast(each, seconds) for each in buffers
+            communicator.broadcast([each], seconds) for each in buffers
         ]
 
     def _await(self, number: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,16 +38,20 @@ class NcclBroadcast:
     """A `vllm_wt_nccl.communicator.Broadcast`."""
 
     def __init__(
-        self, buffer: torch.Tensor, done: Any, check: Callable[[], None], deadline: Deadline
+        self,
+        buffers: Sequence[torch.Tensor],
+        done: Any,
+        check: Callable[[], None],
+        deadline: Deadline,
     ) -> None:
-        self._buffer: torch.Tensor | None = buffer  # NCCL may write to it as long as this lives
+        self._buffers = buffers  # NCCL may write to them as long as they are here
         self._done = done
         self._check = check
         self._deadline = deadline
 
     def wait(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while self._buffer is not None:
+        while self._buffers:
             self._check()
             if self._is_done():
                 break
@@ -55,7 +59,7 @@ class NcclBroadcast:
             if time.monotonic() >= until:
                 return False
             time.sleep(_LOOK_S)
-        self._buffer = None
+        self._buffers = ()
         return True
 
     def _is_done(self) -> bool:
@@ -105,16 +109,20 @@ class NcclCommunicator:
                 self.close()
                 raise
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> NcclBroadcast:
+    def broadcast(
+        self, buffers: Sequence[torch.Tensor], seconds: float, root: int = 0
+    ) -> NcclBroadcast:
         deadline = Deadline(max(_LEAST_S, seconds))
         with torch.cuda.device(self._device), _typed():
             self._stream.wait_stream(torch.cuda.current_stream())
-            self._nccl.broadcast(buffer, buffer, root, stream=self._stream.cuda_stream)
+            with nccl.group():  # one kernel: between two the link runs empty
+                for buffer in buffers:
+                    self._nccl.broadcast(buffer, buffer, root, stream=self._stream.cuda_stream)
             # The first one connects the ranks; until that is done nothing else may be asked for.
             self._settle(deadline, "A broadcast could not be started in time")
             done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return NcclBroadcast(buffer, done, self._check, deadline)
+        return NcclBroadcast(buffers, done, self._check, deadline)
 
     def close(self) -> bool:
         communicator = self._nccl

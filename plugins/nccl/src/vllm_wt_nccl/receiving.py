@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class _Bucket:
-    """One broadcast.
+    """What one broadcast brings.
 
     Args:
         slot: Where it comes.
@@ -126,21 +126,20 @@ class Receiving:
             CorruptTransfer: What came is not what the trainer had.
             WeightTransferError: Of the fabric, the deadline, ``watch`` or ``load_weights``.
         """
-        coming: list[list[Broadcast]] = []
+        coming: dict[int, Broadcast] = {}
 
         def start(number: int) -> None:
             if communicator is not None and number < len(self._buckets):
                 seconds, root = deadline.remaining(), self._schedule.turns[number].sender
                 buffers = self._buckets[number].buffers
-                coming.append([communicator.broadcast(each, seconds, root) for each in buffers])
+                coming[number] = communicator.broadcast(buffers, seconds, root)
 
         for number in range(self._schedule.slots_used):
             start(number)
         for weights in self._empty:
             load_weights(weights)
         for number, bucket in enumerate(self._buckets):
-            self._await(coming[number], number, deadline, watch)
-            coming[number] = []
+            self._await(coming.pop(number), number, deadline, watch)
             self._verify(number, bucket)
             for step in bucket.steps:
                 if isinstance(step, Copies):
@@ -153,19 +152,18 @@ class Receiving:
 
     def _await(
         self,
-        coming: Sequence[Broadcast],
+        coming: Broadcast,
         number: int,
         deadline: Deadline,
         watch: Callable[[], None],
     ) -> None:
-        for broadcast in coming:
-            while not broadcast.wait(min(_LOOK_S, deadline.remaining())):
-                deadline.check(
-                    "Not all weights have come in time",
-                    where="receive_weights",
-                    got=f"{number} of {len(self._buckets)} buckets",
-                )
-                watch()
+        while not coming.wait(min(_LOOK_S, deadline.remaining())):
+            deadline.check(
+                "Not all weights have come in time",
+                where="receive_weights",
+                got=f"{number} of {len(self._buckets)} buckets",
+            )
+            watch()
 
     def _verify(self, number: int, bucket: _Bucket) -> None:
         if bucket.made is None or bucket.digests is None:

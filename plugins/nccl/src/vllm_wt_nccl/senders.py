@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,8 +22,10 @@ class SendersCommunicator:
     def __init__(self, of: Mapping[int, Communicator]) -> None:
         self._of = of
 
-    def broadcast(self, buffer: torch.Tensor, seconds: float, root: int = 0) -> Broadcast:
-        return self._of[root].broadcast(buffer, seconds)
+    def broadcast(
+        self, buffers: Sequence[torch.Tensor], seconds: float, root: int = 0
+    ) -> Broadcast:
+        return self._of[root].broadcast(buffers, seconds)
 
     def close(self) -> bool:
         closed = {sender: each.close() for sender, each in self._of.items()}

@@ -99,7 +99,7 @@ class NcclTrainer(TrainerWeightTransferEngine):
         self._rendezvous: Rendezvous | None = None
         self._communicator: Communicator | None = None
         self._call = Call(group=0, members=())
-        self._under_way: dict[int, list[Broadcast]] = {}
+        self._under_way: dict[int, Broadcast] = {}
         """Of each bucket that was sent and may not have been read out yet."""
         self._deadline = Deadline(ROUND_S)
         self._is_ready = False
@@ -328,11 +328,12 @@ class NcclTrainer(TrainerWeightTransferEngine):
         buffers = [slot]
         if self._digests is not None:
             buffers.append(as_bytes(self._digests[first : first + count]))
-        self._under_way[bucket] = [communicator.broadcast(each, seconds) for each in buffers]
+        self._under_way[bucket] = communicator.broadcast(buffers, seconds)
 
     def _is_sent(self, bucket: int, seconds: float = 0.0) -> bool:
         """Whether a bucket's buffer is free again, or becomes so soon; raises what has failed."""
-        if not all(broadcast.wait(seconds) for broadcast in self._under_way.get(bucket, ())):
+        under_way = self._under_way.get(bucket)
+        if under_way is not None and not under_way.wait(seconds):
             return False
         self._under_way.pop(bucket, None)
         return True
