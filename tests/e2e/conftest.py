@@ -157,10 +157,11 @@ class Engines:
         self._made: dict[tuple[str, int], Any] = {}
 
     def get(self, kind: str, tp: int) -> Any:
-        """Of kind ``llm``, ``http``, or ``nccl``: an `LLM` with that backend."""
+        """Of kind ``llm``, ``http``, or ``nccl`` and ``sharded``: an `LLM` with that backend."""
         if (kind, tp) not in self._made:
             llm = contextmanager(_make_engine)
-            make = {"llm": llm, "http": http_engine, "nccl": partial(llm, backend="nccl")}[kind]
+            own = {name: partial(llm, backend=name) for name in ("nccl", "sharded")}
+            make = {"llm": llm, "http": http_engine, **own}[kind]
             # A head of its own at TP 1, one that is tied to the embedding and padded at TP 2.
             shape = ModelShape(vocab=500, tied=tp == 2 or kind == "nccl")
             self._made[kind, tp] = self._stack.enter_context(make(self._folder(kind), shape, tp))
