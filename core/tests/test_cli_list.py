@@ -15,6 +15,7 @@ BACKEND_KEYS = {
     "vllm_name",
     "kind",
     "native",
+    "transports",
     "distribution",
     "version",
     "capabilities",
@@ -58,6 +59,7 @@ def test_json(site, capsys):
         "vllm_name": None,
         "kind": "transport",
         "native": False,
+        "transports": [],
         "distribution": "dist-t_one",
         "version": "2.3",
         "capabilities": ["cpu", "zero-copy"],
@@ -109,6 +111,17 @@ def test_a_backend_with_an_engine_in_vllms_own_form(site, capsys):
     assert main(["list", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["backends"]
     assert [(row["kind"], row["native"]) for row in told] == [("transport", True), ("native", True)]
+
+
+def test_a_backend_with_several_transports(site, capsys):
+    path = '"some_package.transport:Transport"'
+    several = f'transports={{"one": {path}, "two": "some_package.two:Two"}}, summary='
+    install(site, "t_one", good_source("t_one").replace("summary=", several))
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[4] == "transport(one,two)"
+    assert main(["list", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["backends"]
+    assert told["transports"] == ["one", "two"]
 
 
 def test_text_of_a_broken_package_has_the_cure(site, capsys):

@@ -808,4 +808,7 @@ def test_unknown_backend(engine, name, cure):
 def test_unknown_option(engine):
     with pytest.raises(InvalidInfo, match="'rdma' has no option 'ports'") as error:
         WeightSync.connect(engine, backend="rdma", source={"a": torch.ones(1)}, ports=3)
-    assert error.value.expected == "one of verify, staging, bucket_nbytes, transport"
+    assert (
+        error.value.expected
+        == "one of verify, staging, bucket_nbytes, transport, devices, emulation"
+    )

@@ -89,6 +89,28 @@ def test_any_kind_may_name_a_baseline():
             BackendSpec(**fields, baseline="pkg")
 
 
+def test_any_kind_may_name_benchmarks():
+    for kind in (TRANSPORT, ENGINE, NATIVE):
+        assert dict(BackendSpec(**kind, benchmarks={"one": "pkg.mod:run"}).benchmarks) == {
+            "one": "pkg.mod:run"
+        }
+
+
+@pytest.mark.parametrize(
+    ("benchmarks", "message"),
+    [
+        ({"One": "pkg.mod:run"}, "benchmarks has a name 'One'"),
+        (
+            {"one": "pkg.mod"},
+            "benchmarks['one']='pkg.mod' is not of the form 'package.module:function'",
+        ),
+    ],
+)
+def test_bad_benchmarks(benchmarks, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BackendSpec(**TRANSPORT, benchmarks=benchmarks)
+
+
 def test_any_kind_may_name_a_doctor():
     for fields in (TRANSPORT, ENGINE):
         assert BackendSpec(**fields).doctor is None
@@ -212,6 +234,7 @@ def test_a_capability_that_is_none(fields, message):
         ("unsupported", [Capability.CUDA]),
         ("transports", ["pkg.mod:Class"]),
         ("baselines", "pkg.mod:Class"),
+        ("benchmarks", "pkg.mod:run"),
         ("contract", "1"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -213,3 +213,43 @@ def test_a_backend_of_one_has_no_such_option(several):
 def test_a_backend_of_one_needs_no_library_of_several(several):
     several.missing = {"first"}
     assert transport_named(several.single, "") is several.classes["first"]
+
+
+class WithOptions(MemoryTransport):
+    """Takes two of its own."""
+
+    given: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(
+        self, name: str, device: torch.device, *, color: str = "none", size: int = 0
+    ) -> None:
+        super().__init__(name, device)
+        self.given.append({"name": name, "color": color, "size": size})
+
+
+@pytest.fixture
+def with_options(several: Several, monkeypatch: pytest.MonkeyPatch) -> type[WithOptions]:
+    """The second one of the backend takes options."""
+    vars(sys.modules[MODULE])["second"] = WithOptions
+    monkeypatch.setattr(WithOptions, "fabric", several.classes["second"].fabric)
+    monkeypatch.setattr(WithOptions, "given", [])
+    return WithOptions
+
+
+def test_a_transports_own_options_reach_the_trainers_side_alone(with_options, pair):
+    pair.worker.init(pair.init_info(transport="second", color="red"))
+    pair.push(1)
+    assert_equal(pair.loader.weights, pair.state)
+    trainers, workers = with_options.given
+    assert trainers["name"].startswith("trainer-")
+    assert (trainers["color"], trainers["size"]) == ("red", 0)
+    assert (workers["color"], workers["size"]) == ("none", 0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "known"), [("first", ""), ("second", ", color, size")], ids=["none", "some"]
+)
+def test_an_option_that_the_transport_has_not(with_options, pair, transport, known):
+    with pytest.raises(InvalidInfo, match="'both' has no option 'colour'") as error:
+        pair.init_info(transport=transport, colour="red")
+    assert error.value.expected == f"one of verify, staging, bucket_nbytes, transport{known}"

@@ -62,6 +62,10 @@ class FaultExtension:
             "threads": threading.active_count(),
         }
 
+    def wt_fabric(self) -> str:
+        """The class of the Transport that this rank reads through."""
+        return type(self.weight_transfer_engine.round._engine._reading._transport).__name__
+
     def wt_bytes_read(self) -> int:
         """What this rank reads of the trainer's memory in a round."""
         nbytes: int = self.weight_transfer_engine.round._engine._itinerary.nbytes

@@ -211,7 +211,7 @@ class TeamEngine:
         said: list[Report | None] = [None] * workers
         barrier = threading.Barrier(workers)
         self._tells = tells
-        self._models = [Weights() for _ in range(workers)]
+        self._models = [self._model(rank, workers) for rank in range(workers)]
         self.made: list[str] = []
         self.asked: list[str] = []
         self._refuses: str | None = None
@@ -223,6 +223,9 @@ class TeamEngine:
             )
             engine = self._engine(context)
             self._rounds.append(WorkerRound(engine, model, _Threads(rank, said, barrier)))
+
+    def _model(self, rank: int, workers: int) -> Weights:
+        return Weights()
 
     def _engine(self, context: WorkerContext) -> WeightTransferEngine[Any, Any]:
         return PullEngine(context, _watched(TRANSPORTS[context.backend], self))

@@ -25,7 +25,6 @@ Trainer side, one instance in the trainer process, driven by `vllm_wt.delivery`:
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -42,6 +41,7 @@ from vllm_wt.errors import InvalidInfo
 from vllm_wt.info import InitInfo, Op, UpdateInfo
 from vllm_wt.loading.plan import LoadPlan
 from vllm_wt.loading.staging import Intake
+from vllm_wt.options import own_options
 from vllm_wt.source import WeightSource
 
 I = TypeVar("I", bound=InitInfo)  # noqa: E741
@@ -156,16 +156,6 @@ class Sender(Protocol):
         """There are no more."""
 
 
-def _options_of(cls: type[Any]) -> str:
-    """The options that a trainer's engine names in its signature."""
-    known = [
-        name
-        for name, parameter in inspect.signature(cls).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in {"backend", "transport_cls"}
-    ]
-    return f"one of {', '.join(known)}" if known else "no options"
-
-
 class TrainerWeightTransferEngine(ABC):
     """Trainer side of a backend.
 
@@ -177,11 +167,12 @@ class TrainerWeightTransferEngine(ABC):
 
     def __init__(self, source: WeightSource, *, backend: str, **options: Any) -> None:
         if options:
+            known = self._known_options()
             raise InvalidInfo(
                 f"Backend {backend!r} has no option {sorted(options)[0]!r}",
                 backend=backend,
                 where="connect",
-                expected=_options_of(type(self)),
+                expected=f"one of {', '.join(known)}" if known else "no options",
                 got=", ".join(sorted(options)),
                 cure="leave them out, or look the backend's options up in its README",
             )
@@ -190,6 +181,12 @@ class TrainerWeightTransferEngine(ABC):
         self.hosts: tuple[str, ...] = ()
         """Other hosts that the engines are reached on, as their clients name them; set before the first
         `describe`."""
+
+    def _known_options(self) -> list[str]:
+        """For an error: what it takes by name, without what core gives it."""
+        return [
+            name for name in own_options(type(self)) if name not in {"backend", "transport_cls"}
+        ]
 
     @classmethod
     def of_team(cls) -> Callable[..., TrainerWeightTransferEngine] | None:

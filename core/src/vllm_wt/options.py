@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from vllm_wt.digests import BLOCK
 from vllm_wt.errors import InvalidInfo, shown
+
+
+def own_options(cls: type[Any]) -> list[str]:
+    """What a class takes by keyword alone: options of `WeightSync.connect`, where it is a backend's."""
+    return [
+        name
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
 
 
 def require_one_of(name: str, value: Any, values: tuple[str, ...]) -> None:

@@ -80,6 +80,8 @@ class BackendSpec:
         baselines: Those of ``transports`` that are others, by the same names.
         doctor: ``"package.module:function"`` that yields a `vllm_wt.cli.doctor.finding.Finding` for
             each check of the fabric; ``vllm-wt doctor`` calls it in a process of its own.
+        benchmarks: Benchmarks of the package's own, by the name that ``vllm-wt bench`` knows them by:
+            ``"package.module:function"`` of a `vllm_wt.cli.bench.Benchmark`.
         capabilities: What the backend claims to be able to do.
         unsupported: What it declares that it cannot do, each with the reason in a few words.
         summary: One line for ``vllm-wt list``.
@@ -100,6 +102,7 @@ class BackendSpec:
     doctor: str | None = None
     transports: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     baselines: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    benchmarks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     capabilities: frozenset[Capability] = frozenset()
     unsupported: Mapping[Capability, str] = field(
         default_factory=lambda: MappingProxyType({}), hash=False
@@ -133,7 +136,7 @@ class BackendSpec:
             if path is not None and not _PATH.fullmatch(path):
                 form = "function" if name == "doctor" else "Class"
                 raise ValueError(f"{name}={path!r} is not of the form 'package.module:{form}'")
-        self._check_transports()
+        self._check_named_paths()
         self._check_capabilities()
 
     def _check_types(self) -> None:
@@ -144,6 +147,7 @@ class BackendSpec:
             "unsupported": Mapping,
             "transports": Mapping,
             "baselines": Mapping,
+            "benchmarks": Mapping,
             "capabilities": (frozenset, set, list, tuple),
         }
         expected |= {path: (str, type(None)) for path in _PATHS}
@@ -154,18 +158,19 @@ class BackendSpec:
                     f"backend {self.name!r} has {field_}={value!r}, a {type(value).__name__}"
                 )
         object.__setattr__(self, "capabilities", frozenset(self.capabilities))
-        for name in ("unsupported", "transports", "baselines"):
+        for name in ("unsupported", "transports", "baselines", "benchmarks"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
-    def _check_transports(self) -> None:
-        for title in ("transports", "baselines"):
+    def _check_named_paths(self) -> None:
+        for title in ("transports", "baselines", "benchmarks"):
             paths: Mapping[Any, Any] = getattr(self, title)
             for name, path in paths.items():
                 if not (isinstance(name, str) and _NAME.fullmatch(name)) or name == AUTO:
                     raise ValueError(f"{title} has a name {name!r}; {_NAME.pattern}, not {AUTO!r}")
                 if not (isinstance(path, str) and _PATH.fullmatch(path)):
+                    form = "function" if title == "benchmarks" else "Class"
                     raise ValueError(
-                        f"{title}[{name!r}]={path!r} is not of the form 'package.module:Class'"
+                        f"{title}[{name!r}]={path!r} is not of the form 'package.module:{form}'"
                     )
         if self.transports and self.transport not in self.transports.values():
             raise ValueError(

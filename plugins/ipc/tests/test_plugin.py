@@ -85,7 +85,7 @@ def test_the_baseline_copies_the_bytes() -> None:
     deadline = Deadline(20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Deadline, "wait", lambda *_: owner.progress())
-        reader.connect(handle, target)
+        reader.connect(handle, target, 1)
     reader.read(deadline)
     assert torch.equal(target, values)
     for end in (owner, reader):

@@ -18,9 +18,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"vllm-wt {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (listing, doctor, check, demo, plan, bench):
+    for module in (listing, doctor, check, demo, plan):
         module.add_parser(commands)
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    # Other commands load no package before they are asked to.
+    bench.add_parser(commands, of_packages=words[:1] == ["bench"])
+    arguments = parser.parse_args(words)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -86,7 +86,7 @@ class Reader:
         baseline = registry.resolve(str(self._spec.baseline), backend=self._spec.name)
         self._raw = baseline(f"raw-{os.getpid()}", device)
         self._target = torch.zeros(self._nbytes, dtype=torch.uint8, device=device)
-        self._raw.connect(handle, self._target)
+        self._raw.connect(handle, self._target, len(self._manifest))
 
     def read_raw(self) -> tuple[float, float]:
         """As of `receive`, of one bare read."""

@@ -27,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             "vllm_name": _vllm_name(name),
             "kind": backend.spec.kind.value,
             "native": backend.spec.native is not None,
+            "transports": list(backend.spec.transports),
             "distribution": backend.distribution,
             "version": backend.version,
             "capabilities": sorted(one.value for one in backend.spec.capabilities),
@@ -55,9 +56,10 @@ def _vllm_name(backend: str) -> str | None:
 
 
 def _kinds(row: dict[str, Any]) -> str:
-    """Its kind, and that it has an engine in vLLM's own form besides."""
+    """Its kind, its transports where it has several, and that it has an engine in vLLM's own form."""
     both = row["native"] and row["kind"] != Kind.NATIVE.value
-    return f"{row['kind']}+native" if both else str(row["kind"])
+    kind = f"{row['kind']}({','.join(row['transports'])})" if row["transports"] else row["kind"]
+    return f"{kind}+native" if both else str(kind)
 
 
 def _print(backends: list[dict[str, Any]], failures: list[dict[str, Any]]) -> None:

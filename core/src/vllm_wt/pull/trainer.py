@@ -32,7 +32,7 @@ from vllm_wt.info import (
     Verify,
     seconds_left,
 )
-from vllm_wt.options import require_bucket, require_one_of
+from vllm_wt.options import own_options, require_bucket, require_one_of
 from vllm_wt.packing import as_bytes
 from vllm_wt.pull.copied import Copied
 from vllm_wt.pull.exposure import DIGESTED, READY, SIGNAL_WORDS, WITHDRAWN, WORD, Exposure
@@ -73,7 +73,7 @@ class PullTrainer(TrainerWeightTransferEngine):
         staging: Where the workers receive; see `vllm_wt.loading.arena`.
         bucket_nbytes: Size of a buffer of the ring, a multiple of 4096.
         transport: Name of ``transport_cls``, for workers; empty for the plugin's default.
-        options: Others; none are known to core.
+        options: Those of the Transport's own, which its ``__init__`` takes by keyword.
 
     Raises:
         InvalidInfo: An option has a wrong value, or is unknown.
@@ -91,11 +91,13 @@ class PullTrainer(TrainerWeightTransferEngine):
         transport: str = "",
         **options: Any,
     ) -> None:
+        self._transport_cls = transport_cls
+        own = [name for name in own_options(transport_cls) if name in options]
+        self._transport_options = {name: options.pop(name) for name in own}
         super().__init__(source, backend=backend, **options)
         require_one_of("verify", verify, get_args(Verify))
         require_one_of("staging", staging, get_args(Staging))
         require_bucket(bucket_nbytes)
-        self._transport_cls = transport_cls
         self._transport_name = transport
         self._verify = verify
         self._staging = staging
@@ -406,6 +408,9 @@ class PullTrainer(TrainerWeightTransferEngine):
             self._copied = None
         return [found[name] for name in exposure.buffer]
 
+    def _known_options(self) -> list[str]:
+        return [*super()._known_options(), *own_options(self._transport_cls)]
+
     def _is_exposable(self, tensor: torch.Tensor) -> bool:
         transport: Any = self._transport_cls
         return not self._maps or bool(transport.exposable(tensor))
@@ -426,7 +431,8 @@ class PullTrainer(TrainerWeightTransferEngine):
             if self._region is not None and former.has_same_memory(self._exposed):
                 return
             if self._transport is None:
-                self._transport = self._transport_cls(f"trainer-{self._session[:12]}", self._device)
+                name, options = f"trainer-{self._session[:12]}", self._transport_options
+                self._transport = self._transport_cls(name, self._device, **options)
             elif self._region is not None:
                 region, self._region = self._region, None  # gone, whatever fails from here on
                 self._transport.revoke(self._generation)

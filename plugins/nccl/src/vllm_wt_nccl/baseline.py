@@ -45,8 +45,9 @@ class RawBroadcast:
         if self._group is not None and self._store.check([f"read/{self._rounds}"]):
             self._broadcast()
 
-    def connect(self, handle: str, target: torch.Tensor) -> None:
+    def connect(self, handle: str, target: torch.Tensor, parts: int) -> None:
         """Prepare broadcasts into ``target``, of the same size as the exposed buffer."""
+        del parts  # it goes as one
         self._buffer = target
         self._store = TCPStore(_HOST, json.loads(handle)["port"], timeout=_S)
         self._store.set("come", "")

@@ -50,7 +50,9 @@ class Package:
         return sorted(transport_named(self._spec, self._transport).properties.memory)
 
     def maps(self) -> bool:
-        """Whether a Transport says that readers can map an owner's memory."""
+        """Whether a Transport says that readers can map an owner's memory; an engine does not say."""
+        if self._spec.kind is not Kind.TRANSPORT:
+            return False
         cls = transport_named(self._spec, self._transport)
         return bool(getattr(getattr(cls, "properties", None), "maps", False))
 
