@@ -1,4 +1,4 @@
-"""Ranks of a trainer that each hold a part of the weights, and real engines that take what they need."""
+"""Ranks of a trainer that each hold a part of the weights, and engines that take what they need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def forker(tmp_path_factory):
     forker.close()
 
 
-@pytest.fixture(params=[2, 1], ids=["tp2", "tp1"])
+@pytest.fixture(params=[2, pytest.param(1, marks=pytest.mark.slow)], ids=["tp2", "tp1"])
 def engine(request, engines):
     return engines.get("sharded", request.param)
 
@@ -73,10 +73,15 @@ def make(forker, engine):
             rank.close()
 
 
-@pytest.mark.parametrize("over", ["rdma", "ipc"])
-@pytest.mark.parametrize(
-    ("kind", "world"), [("fsdp2", 2), ("fsdp2", 3), ("columns", 2), ("layers", 2)]
-)
+QUICK = {("fsdp2", 3, "rdma"), ("columns", 2, "ipc")}
+EACH = [
+    pytest.param(*case, over, marks=[] if (*case, over) in QUICK else pytest.mark.slow)
+    for case in [("fsdp2", 2), ("fsdp2", 3), ("columns", 2), ("layers", 2)]
+    for over in ("rdma", "ipc")
+]
+
+
+@pytest.mark.parametrize(("kind", "world", "over"), EACH)
 def test_three_pushes(make, engine, kind, world, over):
     ranks = make(kind, world)
     ranks.connect(over=over)
@@ -89,7 +94,7 @@ def test_three_pushes(make, engine, kind, world, over):
     assert ranks.all("gathers") == [0] * world
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed(make, engine, victim):
     """The living say so in time, the engine serves its old weights, and a new trainer goes on."""
     ranks = make()

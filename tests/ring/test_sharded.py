@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from processes import LOST, Forker, Group, until
 from wt_ring import digest_of, full_tensors
 from wt_sharded import part_of
@@ -40,7 +41,8 @@ class Shards(Group):
         """The oracle: the tensors before any rank had them."""
         found = {}
         for index, (name, full) in enumerate(full_tensors("small", seed).items()):
-            tensor = full.bfloat16() if self._kind == "cast" else full
+            sent = {"cast": torch.bfloat16, "float": torch.float32}
+            tensor = full.to(sent.get(self._kind, full.dtype))
             if self._takes != "all":
                 at = part_of(self._takes, index, tuple(tensor.shape), worker, workers)
                 if at is None:
@@ -149,6 +151,18 @@ def test_memory_that_moved(make, over, rank):
     group.all("move")
     group.assert_pushes(3)
     group.assert_pushes(4)
+
+
+def test_a_module_that_a_forward_has_left_gathered(make, over):
+    """It is put back into shards, before the first round and between rounds."""
+    group = make("float")
+    for version in (1, 2, 3):
+        group.all("fill", version)
+        group.all("unshard")
+        if version == 1:
+            group.connect(over=over)
+        group.push(version)
+        group.assert_has(version)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -34,14 +34,14 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 class ShardedRank(TeamRank):
     """One rank. Kinds beyond `TeamRank`'s are of plain tensors, of which each rank has a part:
     ``columns`` of every matrix, ``layers``, ``turns`` or ``experts``; and FSDP2 over a mesh of two
-    dimensions (``hsdp``), or cast as it is sent (``cast``)."""
+    dimensions (``hsdp``), of one dtype (``float``), or cast as it is sent (``cast``)."""
 
     def make(self, kind: str, size: str, seed: int) -> None:
         if kind in _PARTS:
             self._full = lambda seed: full_tensors(size, seed)
             self._declare(kind, self._full(seed))
-        elif kind == "hsdp":
-            self._make_hsdp(size, seed)
+        elif kind in {"hsdp", "float"}:
+            self._make_module(kind, size, seed)
         elif kind == "cast":
             super().make("fsdp2", size, seed)
             self.module, self.source = self.source, Cast(as_source(self.source), torch.bfloat16)
@@ -76,15 +76,18 @@ class ShardedRank(TeamRank):
             self.declared, tensors=tensors, rank=self.rank, ranks=self.world
         )
 
-    def _make_hsdp(self, size: str, seed: int) -> None:
+    def _make_module(self, kind: str, size: str, seed: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self.kind, self.size, self.source = "hsdp", size, torch.nn.Module()
+        self.kind, self.size, self.source = kind, size, torch.nn.Module()
         for name, tensor in full_tensors(size, seed).items():
-            self.source.register_parameter(name, torch.nn.Parameter(tensor))
-        sizes = 2, self.world // 2
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
+            value = tensor.float() if kind == "float" else tensor
+            self.source.register_parameter(name, torch.nn.Parameter(value))
+        mesh = self.mesh
+        if kind == "hsdp":
+            sizes = 2, self.world // 2
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
         fully_shard(self.source, mesh=mesh)
 
     def fill(self, seed: int) -> None:
@@ -94,8 +97,8 @@ class ShardedRank(TeamRank):
                 for name, (start, _, part) in self.declared.items():
                     at = tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))
                     part.copy_(full[name][at])
-        elif self.kind == "hsdp":
-            self._fill_hsdp(seed)
+        elif self.kind in {"hsdp", "float"}:
+            self._fill_module(seed, self.world // 2 if self.kind == "hsdp" else self.world)
         elif self.kind == "cast":
             kept, self.source, self.kind = self.source, self.module, "fsdp2"
             super().fill(seed)
@@ -103,14 +106,12 @@ class ShardedRank(TeamRank):
         else:
             super().fill(seed)
 
-    def _fill_hsdp(self, seed: int) -> None:
+    def _fill_module(self, seed: int, shards: int) -> None:
         own = dict(self.source.named_parameters())
         for name, tensor in full_tensors(self.size, seed).items():
             local = own[name].to_local()
-            parts = tensor.chunk(self.world // 2)
-            at = self.rank % (self.world // 2)
             if local.numel():
-                local.detach().copy_(parts[at])
+                local.detach().copy_(tensor.chunk(shards)[self.rank % shards])
 
     def move(self) -> None:
         """All that this rank has gets other memory."""
@@ -119,6 +120,10 @@ class ShardedRank(TeamRank):
                 self.declared[name] = start, shape, part.clone()
         else:
             super().move()
+
+    def unshard(self) -> None:
+        """As FSDP2 leaves a module after a forward."""
+        self.source.unshard()
 
     def change(self, what: str) -> None:
         if what == "layout":
@@ -273,7 +278,7 @@ def main(role: str, path: str, *args: Any) -> None:
         return
     Gathers.install()
     Counted.install()
-    serve(path, ShardedRank(*args), (*RANK_METHODS, "gathers", "grown"))
+    serve(path, ShardedRank(*args), (*RANK_METHODS, "gathers", "grown", "unshard"))
 
 
 if __name__ == "__main__":

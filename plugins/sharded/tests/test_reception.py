@@ -171,16 +171,30 @@ def test_a_worker_that_needs_nothing_of_a_model_without_empty_tensors():
     assert found.fulls == ()
 
 
-def test_what_is_read_is_counted(info):
-    """In whole blocks, and the full tensors that are put together of it."""
-    found = planned(info, whole(info))
-    assert [part.rank for part in found.parts] == [0]
-    assert found.parts[0].nbytes % 4096 == 0
+def of_two(info, *rows):
+    """The info of two ranks that hold these."""
+    layout = Layout.of(Layout.from_wire(info.layout).tensors, rows)
+    owners = info.owners * 2
+    return replace(info, layout=layout.to_wire(), layout_digest=layout.digest, owners=owners)
+
+
+def test_what_comes_where(info):
+    """In whole blocks for each rank; then the full tensors that are put together of several pieces, and
+    not those that are one."""
+    two = of_two(info, ("a", 0, (0, 0), (2, 1)), ("a", 1, (0, 1), (2, 2)), ("c", 1, (0,), (4,)))
+    found = planned(two, whole(info))
+    assert [part.rank for part in found.parts] == [0, 1]
+    assert [part.nbytes for part in found.parts] == [4096, 8192]
     places = found.places(torch.zeros(found.nbytes, dtype=torch.uint8))
-    assert [each.numel() for each in places.parts] == [found.parts[0].nbytes]
+    assert [each.numel() for each in places.parts] == [4096, 8192]
     assert {name: tuple(full.shape) for name, full in places.fulls.items()} == {
-        name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()
+        "a": (2, 3),
+        "b": (0,),
     }
+    assert list(found.alone) == ["c"]
+    assert found.intake.plan.manifest.tensors == info.manifest().tensors
+    starts = [each.data_ptr() for each in (*places.parts, places.fulls["a"])]
+    assert starts == [starts[0], starts[0] + 4096, starts[0] + 4096 + 8192]
 
 
 def test_other_modules_read_what_a_fallback_needs_from_the_full_tensor(info):

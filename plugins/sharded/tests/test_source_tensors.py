@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from vllm_wt.errors import InvalidInfo, ManifestMismatch
 from vllm_wt.manifest import TensorMeta
+from vllm_wt.source import Cast, as_source
 from vllm_wt_sharded.sources import TensorShards
 
 SCRIPT = Path(__file__).with_name("support") / "source_ranks.py"
@@ -335,3 +336,19 @@ def test_refused():
         with pytest.raises(InvalidInfo) as caught:
             TensorShards({"a": torch.ones(1)}, **place)
         assert caught.value.cure
+
+
+def test_what_connect_makes_of_a_module_or_a_mapping_is_seen_through():
+    """Its memory is looked at as if that had been given itself; what is cast is made anew."""
+    module = torch.nn.Linear(3, 2)
+    state = dict(module.named_parameters())
+    for weights in (as_source(module), as_source(state), Cast(as_source(module), torch.float32)):
+        shards = TensorShards(weights)
+        shards.pieces()
+        assert shards.is_same()
+        module.weight.data = module.weight.data.clone()
+        assert not shards.is_same()
+    cast = TensorShards(Cast(as_source(module), torch.bfloat16))
+    assert cast.made == {"weight", "bias"}
+    assert {piece.tensor.dtype for piece in cast.pieces()} == {torch.bfloat16}
+    assert not cast.is_same()

@@ -26,6 +26,8 @@ class PiecesSource(WeightSource):
     def __init__(self, sharded: ShardedSource) -> None:
         self._sharded = sharded
         self._now: list[Piece] | None = sharded.pieces()
+        self._is_given = True
+        """Whether what was looked at last is what was asked for last."""
         rows = ((p.name, sharded.rank, p.start, tuple(p.tensor.shape)) for p in self._now)
         self.layout = Layout.of(sharded.tensors, rows)
         """What this rank holds."""
@@ -48,6 +50,7 @@ class PiecesSource(WeightSource):
 
     def begin(self) -> None:
         """Look at what there is now, for a round. Where the source makes any, all ranks do so."""
+        self._is_given = False
         self._now = self._sharded.pieces()
         if (now := _boxes(self._now)) != self._boxes:
             changed = next((p for p, was in zip(now, self._boxes, strict=False) if p != was), None)
@@ -72,10 +75,13 @@ class PiecesSource(WeightSource):
             yield meta.name, piece.tensor
 
     def at_hand(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._now is None:
+            self.begin()
+        self._is_given = True
         return iter(self)
 
     def is_same(self) -> bool:
-        return self._sharded.is_same()
+        return self._is_given and self._sharded.is_same()
 
     @property
     def device(self) -> torch.device:

@@ -141,6 +141,7 @@ class Load:
                 self._size(row),
                 tuple(start[:dims]),
                 tuple(size[:dims]),
+                tensor.shape,
             )
             found.setdefault(tensor.name, []).append(box)
         return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_wt.manifest import TensorMeta
-from vllm_wt.source import Cast, ModuleSource, as_source
+from vllm_wt.source import Cast, ModuleSource, StateDictSource, WeightSource, as_source
 from vllm_wt.sources.whole import is_dtensor, local_part, whole
 from vllm_wt_sharded.sources.base import Piece, ShardedSource
 from vllm_wt_sharded.sources.looks import Look
@@ -61,13 +61,13 @@ class TensorShards(ShardedSource):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        self._weights = weights
         self._rename = rename
         is_module = isinstance(weights, torch.nn.Module)
-        self._module: torch.nn.Module | None = weights if is_module else None
-        self._buffers = buffers
-        self._held = ModuleSource(weights, buffers=buffers) if is_module else as_source(weights)
-        self._source = self._held if dtype is None else Cast(self._held, dtype)
+        given = ModuleSource(weights, buffers=buffers) if is_module else as_source(weights)
+        self._source = given if dtype is None else Cast(given, dtype)
+        self._held = _uncast(given)
+        self._goes_by, self._buffers = _made_of(self._held)
+        self._module = self._goes_by if isinstance(self._goes_by, torch.nn.Module) else None
         self._reshard()
         if tensors is None:
             tensors = (
@@ -113,8 +113,8 @@ class TensorShards(ShardedSource):
             items: Iterable[tuple[str, torch.Tensor]] = self._module.named_parameters()
             if self._buffers:
                 items = [*items, *self._module.named_buffers()]
-        elif isinstance(self._weights, Mapping):
-            items = self._weights.items()
+        elif isinstance(self._goes_by, Mapping):
+            items = self._goes_by.items()
         else:
             return None
         with torch.no_grad():  # where to_local is an access
@@ -144,6 +144,20 @@ class TensorShards(ShardedSource):
             for module in self._module.modules():
                 if isinstance(module, fsdp2):
                     module.reshard()
+
+
+def _uncast(source: WeightSource) -> WeightSource:
+    while type(source) is Cast:
+        source = source._source
+    return source
+
+
+def _made_of(source: WeightSource) -> tuple[Any, bool]:
+    """What one of core's own sources goes by, a module or a mapping, and whether it has a module's
+    buffers; `WeightSync.connect` makes such of what it is given."""
+    if type(source) is ModuleSource:
+        return source._module, source._buffers
+    return (source._state if type(source) is StateDictSource else None), False
 
 
 def _is_partial(dtensor: Any) -> bool:
