@@ -21,7 +21,7 @@ import torch
 from vllm_wt.deadline import Deadline
 from vllm_wt.pull import PullTrainer
 from vllm_wt.source import StateDictSource
-from vllm_wt_rdma import nixl
+from vllm_wt_rdma import info, nixl
 from vllm_wt_rdma.transport import NixlTransport
 
 _POLL_S = 0.001
@@ -73,6 +73,10 @@ class Owner:
         region = self.transport.register(buffers)
         self._regions[generation] = (region, buffers)
         return self.transport.expose(region, generation).decode()
+
+    def set_piece(self, nbytes: int) -> None:
+        """Most bytes of a registration from here on."""
+        info.PIECE_BYTES = nbytes
 
     def refill(self, generation: int, seed: int) -> None:
         """New values in the same memory."""

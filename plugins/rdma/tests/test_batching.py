@@ -6,7 +6,7 @@ import pytest
 
 from vllm_wt.errors import OutOfBounds
 from vllm_wt.transport import Copy
-from vllm_wt_rdma import batching
+from vllm_wt_rdma import batching, info
 from vllm_wt_rdma.batching import Rows, batch, check_copies
 from vllm_wt_rdma.info import BufferInfo
 
@@ -121,3 +121,24 @@ def test_a_copy_that_leaves_its_memory_is_refused(copy: Copy, side: str) -> None
 
 def test_the_last_byte_of_both_sides_is_within() -> None:
     check_copies([Copy("a", 0, 499, 0, 999, 1), Copy("b", 0, 0, 1, 500, 500)], TARGETS, SOURCES)
+
+
+def test_no_read_crosses_from_one_registered_piece_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(info, "PIECE_BYTES", 100)
+    (rows,) = run(Copy("a", 0, 90, 0, 130, 200))
+    assert rows.remote == [
+        (1090, 10, 0),
+        (1100, 60, 0),  # to the end of the target's piece
+        (1160, 40, 0),
+        (1200, 60, 0),
+        (1260, 30, 0),
+    ]
+    assert rows.local == [
+        (100_130, 10, 0),
+        (100_140, 60, 0),
+        (100_200, 40, 0),
+        (100_240, 60, 0),
+        (100_300, 30, 0),
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 import select
@@ -25,7 +26,7 @@ import torch
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import WeightTransferError
 from vllm_wt.transport import Copy
-from vllm_wt_rdma import batching, operation
+from vllm_wt_rdma import batching, emulation, operation
 from vllm_wt_rdma.transport import NixlTransport
 
 _LONG_S = 60.0
@@ -46,10 +47,15 @@ def content(sizes: list[int], seed: int) -> list[torch.Tensor]:
 class End:
     """One end of a read, in the process that runs this file; each method is a command."""
 
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(self, name: str, device: str, **options: Any) -> None:
         assert not torch.cuda.is_initialized()
         self.device = torch.device(device)
-        self.transport = NixlTransport(name, self.device)
+        self._said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self._said.append(record.getMessage())  # type: ignore[method-assign]
+        emulation.logger.addHandler(handler)
+        emulation.logger.setLevel(logging.INFO)
+        self.transport = NixlTransport(name, self.device, **options)
         self._calls: list[str] = []
         # On the class: an agent that referred to itself would outlive its transport.
         agent_cls = type(self.transport._endpoint._agent)
@@ -85,8 +91,17 @@ class End:
             buffer.copy_(values)
         self._settle()
 
-    def open(self, handle: str, sizes: list[int], memory: str, chunk: int | None = None) -> None:
+    def open(
+        self,
+        handle: str,
+        sizes: list[int],
+        memory: str,
+        chunk: int | None = None,
+        least_rate: float | None = None,
+    ) -> None:
         """Make an arena and the plan of a read of everything."""
+        if least_rate is not None:
+            emulation.LEAST_RATE = least_rate
         if chunk is not None:
             batching.CHUNK_BYTES = operation.CHUNK_BYTES = chunk
             operation._IN_FLIGHT_BYTES = 2 * chunk
@@ -116,6 +131,10 @@ class End:
     def equal(self, seed: int) -> bool:
         """Whether the arena holds exactly the owner's bytes."""
         return torch.equal(self.target.cpu(), torch.cat(content(self.sizes, seed)))
+
+    def said(self) -> list[str]:
+        """What has been logged of emulation."""
+        return self._said
 
     def cancel(self) -> bool:
         return self.transport.cancel(self.running)
@@ -160,7 +179,7 @@ def serve(connection: socket.socket) -> None:
 class EndProcess:
     """The test's hold on one end."""
 
-    def __init__(self, name: str, device: str, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, device: str, environment: dict[str, str], **options: Any) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
@@ -172,7 +191,7 @@ class EndProcess:
         self._socket = ours
         self._socket.settimeout(2 * _LONG_S)
         self._out, self._in = ours.makefile("w"), ours.makefile("r")
-        self._start = {"name": name, "device": device}
+        self._start = {"name": name, "device": device, **options}
 
     def start(self) -> EndProcess:
         self.ask("start", **self._start)
@@ -213,12 +232,14 @@ Pair = Callable[..., tuple[EndProcess, EndProcess]]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Makes an owner and a reader, on these devices."""
+    """Makes an owner and a reader, on these devices; ``what`` is the owner's option ``emulation``."""
     made: list[EndProcess] = []
 
-    def make(owner: str, reader: str, **environment: str) -> tuple[EndProcess, EndProcess]:
+    def make(
+        owner: str, reader: str, what: str = "error", **environment: str
+    ) -> tuple[EndProcess, EndProcess]:
         ends = [
-            EndProcess("owner", owner, environment),
+            EndProcess("owner", owner, environment, emulation=what),
             EndProcess("reader", reader, environment),
         ]
         made.extend(ends)
@@ -292,6 +313,62 @@ def _large_reads(log: str, memory: str) -> list[str]:
         elif within and re.search(r"\.\.inf ", line):
             chosen.append(line)
     return chosen
+
+
+EMULATED = {"UCX_TLS": "tcp,cuda_copy"}
+"""UCX has nothing else then; NIXL wants cuda_copy where there is a GPU."""
+WEIGHTS = [64 << 20]
+
+
+def test_emulation_between_gpus_is_an_error(pair: Pair) -> None:
+    owner, reader = pair("cuda:0", "cuda:0", **EMULATED)
+    handle = owner.ask("expose", sizes=WEIGHTS, seed=3)
+    reader.ask("open", handle=handle, sizes=WEIGHTS, memory="cuda:0")
+    outcome = reader.outcome("read")
+    assert outcome.get("error") == "TransportError", outcome
+    assert "on this host is read into GPU memory by emulation" in outcome["text"]
+    assert "Expected: more than 1 GB/s" in outcome["text"]
+    assert reader.ask("cancel")
+
+
+@pytest.mark.parametrize(
+    ("owner_on", "reader_on", "what", "words"),
+    [
+        (
+            "cuda:0",
+            "cuda:0",
+            "warning",
+            "GPU memory of 'owner' on this host is read into GPU memory",
+        ),
+        ("cuda:0", "cpu", "error", "GPU memory of 'owner' on this host is read into host memory"),
+        ("cpu", "cuda:0", "error", "host memory of 'owner' on this host is read into GPU memory"),
+    ],
+    ids=["the option", "cuda to host", "host to cuda"],
+)
+def test_emulation_that_is_no_error_is_said_once(
+    pair: Pair, owner_on: str, reader_on: str, what: str, words: str
+) -> None:
+    owner, reader = pair(owner_on, reader_on, what, **EMULATED)
+    # No TCP gets there; where one side is host memory it may pass what a GPU's must reach.
+    handle = owner.ask("expose", sizes=WEIGHTS, seed=3)
+    reader.ask("open", handle=handle, sizes=WEIGHTS, memory=reader_on, least_rate=1e10)
+    for seed in (3, 4):
+        owner.ask("refill", seed=seed)
+        reader.ask("read")
+        assert reader.ask("equal", seed=seed)
+    (warning,) = reader.ask("said")
+    assert f"{words} by emulation" in warning
+
+
+def test_cuda_ipc_is_not_taken_for_emulation(pair: Pair) -> None:
+    owner, reader = pair("cuda:0", "cuda:0")
+    handle = owner.ask("expose", sizes=WEIGHTS, seed=3)
+    reader.ask("open", handle=handle, sizes=WEIGHTS, memory="cuda:0")
+    for _ in range(2):
+        reader.ask("read")
+    assert reader.ask("equal", seed=3)
+    (said,) = reader.ask("said")
+    assert "reads of GPU memory of owner on this host into GPU memory" in said
 
 
 def test_an_owner_killed_between_rounds_is_peer_dead(pair: Pair) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import mmap
 import resource
 from pathlib import Path
@@ -40,6 +40,10 @@ def test_a_good_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ucx-tls"].status == "ok"
     assert found["ucx-copies"].found.startswith("one: ")
     assert "libucs" in found["ucx-copies"].found
+    if importlib.util.find_spec("ucxx") is not None:
+        assert found["ucx"].found.startswith("ucxx-cu1")
+        assert found["ucx-read-cpu"].found.startswith("1 MiB read from another process, by ")
+        assert "unknown path" not in found["ucx-read-cpu"].found
 
 
 def test_without_copies_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from vllm_wt_rdma.info import BufferInfo, NixlHandle, decode
 def make_handle() -> NixlHandle:
     return NixlHandle(
         nixl="nixl-cu13 1.5.1",
+        host="01234567-89ab-cdef-0123-456789abcdef",
+        emulation="error",
         agent="owner",
         generation=3,
         beacon=4096,
@@ -35,10 +37,17 @@ def test_a_handle_survives_the_wire() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("protocol", 2),
-        ("protocol", "1"),
+        ("protocol", 1),
+        ("protocol", 3),
+        ("protocol", "2"),
         ("nixl", 15),
         ("nixl", "x" * 129),
+        ("host", None),
+        ("host", "host.example"),
+        ("host", "01234567-89AB-cdef-0123-456789abcdef"),
+        ("host", "01234567-89ab-cdef-0123-456789abcdef\n"),
+        ("emulation", "silence"),
+        ("emulation", None),
         ("agent", "other"),
         ("agent", ""),
         ("agent", "a|b"),

@@ -17,13 +17,15 @@ from vllm_wt.spec import Kind
 from vllm_wt.transport import Transport
 from vllm_wt_rdma import nixl, plugin
 from vllm_wt_rdma.transport import NixlTransport
+from vllm_wt_rdma.ucx import bindings
+from vllm_wt_rdma.ucx.transport import UcxTransport
 
 
 def test_importing_the_plugin_is_light() -> None:
     code = (
         "import sys, vllm_wt_rdma.plugin\n"
         "vllm_wt_rdma.plugin.vllm_wt_backend()\n"
-        "heavy = {'torch', 'numpy', 'nixl_cu12', 'nixl_cu13', 'pydantic'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'nixl_cu12', 'nixl_cu13', 'ucxx', 'pydantic'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -34,18 +36,22 @@ def test_the_spec_leads_to_the_transport() -> None:
     spec = plugin.vllm_wt_backend()
     assert (spec.name, spec.kind) == ("rdma", Kind.TRANSPORT)
     assert spec.transport is not None
-    module, name = spec.transport.split(":")
-    assert getattr(importlib.import_module(module), name) is NixlTransport
+    assert spec.transport == spec.transports["nixl"]
+    found = {name: path.split(":") for name, path in spec.transports.items()}
+    classes = {n: getattr(importlib.import_module(m), cls) for n, (m, cls) in found.items()}
+    assert classes == {"nixl": NixlTransport, "ucx": UcxTransport}
 
 
+@pytest.mark.parametrize("transport", [NixlTransport, UcxTransport])
 @pytest.mark.parametrize(
     "method", [name for name in vars(Transport) if not name.startswith("_") or name == "__init__"]
 )
-def test_the_transport_has_the_contracts_parameters(method: str) -> None:
+def test_the_transport_has_the_contracts_parameters(method: str, transport: type) -> None:
     if method == "properties":
         pytest.fail("the contract gained a class attribute of this name; check it by hand")
-    ours = inspect.signature(getattr(NixlTransport, method)).parameters
-    assert list(ours) == list(inspect.signature(getattr(Transport, method)).parameters)
+    parameters = inspect.signature(getattr(transport, method)).parameters.values()
+    ours = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]  # those are options
+    assert ours == list(inspect.signature(getattr(Transport, method)).parameters)
 
 
 @pytest.fixture
@@ -65,6 +71,16 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     assert "pip install nixl-cu13" in str(caught.value)
     assert "nixl_cu12" in str(caught.value.got)
     assert "nixl_cu13" in str(caught.value.got)
+
+
+def test_without_ucxx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
+    bindings.load.cache_clear()
+    for use in (UcxTransport.require, lambda: UcxTransport("nobody", torch.device("cpu"))):
+        with pytest.raises(BackendUnavailable) as caught:
+            use()
+        assert caught.value.backend == "rdma"
+        assert "pip install 'vllm-wt-rdma[ucx]'" in str(caught.value)
 
 
 @pytest.mark.usefixtures("fresh_search")

@@ -10,7 +10,7 @@ import torch
 
 from vllm_wt.errors import OutOfBounds, Revoked, TransportError, WrongOrder
 from vllm_wt.transport import Copy
-from vllm_wt_rdma import batching, nixl, operation
+from vllm_wt_rdma import batching, info, nixl, operation
 
 
 def copies_of(owner: str, sizes: list[int]) -> tuple[list[Copy], int]:
@@ -259,3 +259,33 @@ def test_the_owner_learns_who_has_which_ticket(
 def test_notifying_an_owner_that_is_not_open_is_refused(bench: Any) -> None:
     with pytest.raises(Revoked):
         bench.reader().notify("owner", 1)
+
+
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+def test_buffers_above_the_limit_of_a_registration_arrive_exactly(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, transports: str
+) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
+    monkeypatch.setattr(info, "PIECE_BYTES", 10_007)
+    sizes = [1, 10_006, 10_007, 10_008, 54_321, 7]
+    owner, reader = bench.owner(), bench.reader()
+    owner.ask("set_piece", nbytes=10_007)
+    rows: list[int] = []
+    real = reader._endpoint.register
+
+    def register(kind: str, given: Any, memory: Any) -> int:
+        rows.extend(nbytes for _, nbytes, _ in given)
+        return int(real(kind, given, memory))
+
+    monkeypatch.setattr(reader._endpoint, "register", register)
+    exposed = owner.expose(*sizes, seed=4)
+    copies, total = copies_of("owner", sizes)
+    target, region = bench.arena(reader, total)
+    assert rows == [10_007] * 8 + [total - 80_056]
+    reader.open("owner", 1, exposed, bench.deadline())
+    plan = reader.prepare(region, copies)
+    for _ in range(2):
+        target.zero_()
+        bench.pass_over(reader, plan)
+        assert torch.equal(target, expected(bench, sizes, 4))
+    reader.unregister(region)

@@ -1,9 +1,11 @@
-"""One raw NIXL READ, which ``vllm-wt bench wire`` holds the backend against."""
+"""Raw NIXL READs, which ``vllm-wt bench wire`` holds the backend against."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -12,7 +14,7 @@ from vllm_wt_rdma import nixl
 
 
 class NixlRead:
-    """A bare NIXL agent that reads one buffer by one descriptor.
+    """A bare NIXL agent that reads one buffer by as many descriptors as there are tensors in it.
 
     Args:
         name: Name of the agent.
@@ -38,16 +40,18 @@ class NixlRead:
         """Drive the owner's side once."""
         self._agent.get_new_notifs()
 
-    def connect(self, handle: str, target: torch.Tensor) -> None:
-        """Prepare reads of the exposed buffer into ``target``, of the same size."""
+    def connect(self, handle: str, target: torch.Tensor, parts: int) -> None:
+        """Prepare reads of the exposed buffer into ``target``, of the same size, by ``parts``
+        descriptors."""
         facts = json.loads(handle)
+        edges = [target.numel() * n // parts for n in range(parts + 1)]
         self._agent.register_memory([self._row(target)], self._kind)
         peer = self._agent.add_remote_agent(base64.b64decode(facts["metadata"]))
         self._agent.make_connection(peer)
         self._read = self._agent.initialize_xfer(
             "READ",
-            self._agent.get_xfer_descs([self._row(target)[:3]], self._kind),
-            self._agent.get_xfer_descs([tuple(facts["row"])], self._kind),
+            self._agent.get_xfer_descs(_cut(self._row(target)[:3], edges), self._kind),
+            self._agent.get_xfer_descs(_cut(facts["row"], edges), self._kind),
             peer,
             b"read",
         )
@@ -62,3 +66,8 @@ class NixlRead:
     @staticmethod
     def _row(buffer: torch.Tensor) -> tuple[int, int, int, str]:
         return (buffer.data_ptr(), buffer.numel(), max(buffer.get_device(), 0), "")
+
+
+def _cut(row: Sequence[int], edges: Sequence[int]) -> list[tuple[int, int, int]]:
+    address, _, device = row
+    return [(address + start, end - start, device) for start, end in pairwise(edges)]

@@ -8,6 +8,7 @@ from itertools import zip_longest
 
 from vllm_wt import bounds
 from vllm_wt.transport import Copy
+from vllm_wt_rdma import info
 from vllm_wt_rdma.endpoint import Row
 from vllm_wt_rdma.info import BufferInfo
 from vllm_wt_rdma.nixl import BACKEND
@@ -94,12 +95,11 @@ def _merge(copies: Iterable[Copy]) -> Iterator[Copy]:
 
 
 def _cut(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Cut what is longer than a chunk."""
+    """Cut what is longer than a chunk, or lies in two pieces of a registration at either side."""
+    piece = info.PIECE_BYTES
     for copy in copies:
-        for done in range(0, copy.nbytes, CHUNK_BYTES):
-            yield replace(
-                copy,
-                source_offset=copy.source_offset + done,
-                target_offset=copy.target_offset + done,
-                nbytes=min(CHUNK_BYTES, copy.nbytes - done),
-            )
+        source, target, left = copy.source_offset, copy.target_offset, copy.nbytes
+        while left:
+            nbytes = min(left, CHUNK_BYTES, piece - source % piece, piece - target % piece)
+            yield replace(copy, source_offset=source, target_offset=target, nbytes=nbytes)
+            source, target, left = source + nbytes, target + nbytes, left - nbytes

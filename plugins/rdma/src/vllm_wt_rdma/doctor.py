@@ -36,6 +36,8 @@ _NETWORK_TLS = {"all", "tcp", "ib", "rc", "rc_v", "rc_x", "rc_mlx5", "ud", "ud_v
 }  # fmt: skip
 _CUDA_TLS = {"all", "cuda", "cuda_ipc"}
 _CMA_TLS = {"all", "cma", "sm", "shm"}
+MEMORY = {"cpu": "host", "cuda": "cuda"}
+"""What UCX calls a kind of memory."""
 _LOCALHOST = "for peers on this host only"
 _SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_PLUGIN_DIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """Environment variables that most often break NIXL."""
@@ -54,18 +56,28 @@ def doctor() -> Iterator[Finding]:
         yield net_devices(_SYS_CLASS)
         yield transports(torch.cuda.is_available())
         yield locked_memory(_SYS_CLASS / "infiniband")
-        try:
-            yield Finding("nixl", "ok", nixl.load().version)
-        except WeightTransferError as error:
-            got, cure = f"{error.what}: {error.got}", error.cure or "pip install nixl-cu13"
-            yield Finding("nixl", "problem", got, cure)
-            return
         kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        for kind in kinds:
-            yield from _read(kind, Path(folder))
-        if len(kinds) == 1:
-            yield Finding("read-cuda", "skipped", "torch sees no GPU")
-        yield ucx_copies(Path("/proc/self/maps"))
+        yield from _nixl(kinds, Path(folder))
+        from vllm_wt_rdma.ucx.doctor import findings  # it takes from here
+
+        yield from findings(kinds, Path(folder))
+
+
+def _nixl(kinds: list[str], folder: Path) -> Iterator[Finding]:
+    try:
+        yield Finding("nixl", "ok", nixl.load().version)
+    except WeightTransferError as error:
+        got, cure = f"{error.what}: {error.got}", error.cure or "pip install nixl-cu13"
+        yield Finding("nixl", "problem", got, cure)
+        return
+    for kind in kinds:
+        yield from _read(kind, folder)
+    if len(kinds) == 1:
+        yield Finding("read-cuda", "skipped", "torch sees no GPU")
+    from vllm_wt_rdma.chosen import findings
+
+    yield from findings(kinds, folder)
+    yield ucx_copies(Path("/proc/self/maps"))  # before UCXX brings its own, of other names
 
 
 def net_devices(sys_class: Path) -> Finding:
@@ -156,17 +168,32 @@ def ucx_copies(maps: Path) -> Finding:
 def _read(kind: str, folder: Path) -> Iterator[Finding]:
     """An agent, and a read of another process's memory of one kind."""
     log = folder / f"ucx-{os.getpid()}.log"
-    seen = len(_text(log))
+    seen = len(text_of(log))
     check = f"read-{kind}"
     try:
-        device = _device(kind)
+        device = device_of(kind)
         endpoint = Endpoint(f"doctor-{kind}")
     except Exception as error:
-        yield _problem(f"agent-{kind}", error, _text(log)[seen:])
+        yield problem(f"agent-{kind}", error, text_of(log)[seen:])
         return
-    version = re.search(r"UCX  INFO  Version (\S+)", _text(log))
+    version = re.search(r"UCX  INFO  Version (\S+)", text_of(log))
     yield Finding(f"agent-{kind}", "ok", f"NIXL with UCX {version[1] if version else '?'}")
-    path = folder / f"handle-{kind}"
+    try:
+        same = exchange(endpoint, device, kind, folder)
+    except Exception as error:
+        yield problem(check, error, text_of(log)[seen:])
+        return
+    if same:
+        yield judge_path(kind, text_of(log)[seen:])
+    else:
+        cure = "reinstall NIXL; check the devices' memory"
+        yield Finding(check, "problem", "a read of 4 KiB brought other bytes", cure)
+
+
+def exchange(endpoint: Endpoint, device: torch.device, kind: str, folder: Path) -> bool:
+    """Read another process's memory of one kind to a device, and end the endpoint; whether the right
+    bytes came."""
+    path = folder / f"handle-{kind}-{device.type}"
     owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(path), kind], stdin=subprocess.PIPE)
     try:
         deadline = Deadline(_READ_S)
@@ -175,20 +202,11 @@ def _read(kind: str, folder: Path) -> Iterator[Finding]:
                 raise RuntimeError(f"the peer's process ended with {owner.returncode}")
             deadline.check("The peer's process has not started")
             time.sleep(0.01)
-        handle = json.loads(path.read_text())
-        same = _transfer(endpoint, device, handle, deadline)
-    except Exception as error:
-        yield _problem(check, error, _text(log)[seen:])
-        return
+        return _transfer(endpoint, device, json.loads(path.read_text()), deadline)
     finally:
         endpoint.destroy()
         owner.kill()
         owner.communicate()
-    if same:
-        yield judge_path(kind, _text(log)[seen:])
-    else:
-        cure = "reinstall NIXL; check the devices' memory"
-        yield Finding(check, "problem", "a read of 4 KiB brought other bytes", cure)
 
 
 def judge_path(kind: str, log: str) -> Finding:
@@ -215,14 +233,18 @@ def judge_path(kind: str, log: str) -> Finding:
 
 
 def reads_by(log: str, kind: str) -> list[str]:
-    """Configurations of the last table of reads into a kind of memory, in UCX_PROTO_INFO's form."""
-    memory = "cuda" if kind == "cuda" else "host"
+    """Configurations of the last table of reads into a kind of memory."""
+    return tables(log, "memory read by ucp_get", f"into {MEMORY[kind]}")
+
+
+def tables(log: str, *title: str) -> list[str]:
+    """Configurations of the last table whose title has these words, in UCX_PROTO_INFO's form."""
     paths: list[str] = []
     wanted = False
     for line in log.splitlines():
         cells = [cell.strip() for cell in line.partition("|")[2].split("|")[:-1]]
-        if len(cells) == 1 and "by ucp_" in cells[0]:
-            wanted = "memory read by ucp_get" in cells[0] and f"into {memory}" in cells[0]
+        if 1 <= len(cells) <= 2 and "by ucp_" in cells[-1]:  # in some releases behind a name
+            wanted = all(words in cells[-1] for words in title)
             paths = [] if wanted else paths
         elif wanted and len(cells) == 3 and cells[0] != "Range" and cells[2] not in paths:
             paths.append(cells[2])
@@ -249,7 +271,7 @@ def _transfer(
 def serve() -> None:
     """The peer: writes its handle to a file and serves reads until its stdin ends."""
     path, kind = Path(sys.argv[1]), sys.argv[2]
-    memory = _content().to(_device(kind))
+    memory = _content().to(device_of(kind))
     name = f"doctor-owner-{kind}"
     endpoint = Endpoint(name)
     memory_kind, row = _row(memory)
@@ -268,7 +290,7 @@ def serve() -> None:
     endpoint.destroy()
 
 
-def _device(kind: str) -> torch.device:
+def device_of(kind: str) -> torch.device:
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         nixl.use_cuda(device)
@@ -284,7 +306,7 @@ def _row(buffer: torch.Tensor) -> tuple[str, tuple[int, int, int]]:
     return kind, (buffer.data_ptr(), buffer.numel(), max(buffer.get_device(), 0))
 
 
-def _problem(check: str, error: Exception, log: str = "") -> Finding:
+def problem(check: str, error: Exception, log: str, *, library: str = "NIXL") -> Finding:
     """What failed, in UCX's own words where it has some."""
     if isinstance(error, WeightTransferError):
         parts = [error.what] + ([error.got] if error.got else [])
@@ -296,11 +318,11 @@ def _problem(check: str, error: Exception, log: str = "") -> Finding:
     if given:
         cure = f"unset or correct {', '.join(given)}"
     elif words or not cure:
-        cure = "do what UCX says; reinstall NIXL"
+        cure = f"do what UCX says; reinstall {library}"
     return Finding(check, "problem", "; UCX: ".join(["; ".join(parts), *words]), cure)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """UCX's log so far; UCX leaves most of it in a buffer of the C library."""
     ctypes.CDLL(None).fflush(None)
     return path.read_text(errors="replace") if path.exists() else ""

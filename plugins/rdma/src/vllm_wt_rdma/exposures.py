@@ -7,8 +7,9 @@ import secrets
 from dataclasses import dataclass
 
 from vllm_wt.errors import Revoked, TransportError
+from vllm_wt_rdma.emulation import this_host
 from vllm_wt_rdma.endpoint import Endpoint
-from vllm_wt_rdma.info import NixlHandle
+from vllm_wt_rdma.info import Emulation, NixlHandle
 from vllm_wt_rdma.nixl import BACKEND
 from vllm_wt_rdma.region import Region
 from vllm_wt_rdma.words import Words
@@ -28,10 +29,14 @@ class Exposures:
         name: The owner's.
         endpoint: Which the regions are registered with.
         words: Where the beacons are.
+        emulation: What readers on this host are told of it.
     """
 
-    def __init__(self, name: str, endpoint: Endpoint, words: Words) -> None:
+    def __init__(
+        self, name: str, endpoint: Endpoint, words: Words, emulation: Emulation = "error"
+    ) -> None:
         self._name = name
+        self._emulation = emulation
         self._endpoint = endpoint
         self._words = words
         self._exposed: dict[int, _Exposure] = {}
@@ -65,6 +70,8 @@ class Exposures:
             )
         return NixlHandle(
             nixl=self._endpoint.version,
+            host=this_host(),
+            emulation=self._emulation,
             agent=self._name,
             generation=generation,
             beacon=self._words.row(exposure.slot)[0],

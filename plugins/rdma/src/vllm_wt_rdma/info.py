@@ -14,12 +14,20 @@ from vllm_wt.errors import CorruptTransfer, InvalidInfo
 from vllm_wt.info import Count, Identifier, WireInfo
 from vllm_wt_rdma.nixl import BACKEND
 
-HANDLE_PROTOCOL: Final = 1
+HANDLE_PROTOCOL: Final = 2
 """Version of :class:`NixlHandle`; both sides must agree."""
+PIECE_BYTES: Final = 2 << 30
+"""Most bytes of one registration. A longer buffer is registered in pieces of this, counted from its
+first byte, and no read may cross from one to the next; so it is a part of the protocol. EFA takes a
+million pages of 4 KiB with remote writes (ofiwg/libfabric#10402), others many times as much."""
 
 Address = Annotated[int, Field(ge=1, lt=2**64)]
 Nonce = Annotated[int, Field(ge=1, lt=2**63)]
 MemoryKind = Literal["DRAM", "VRAM"]
+HostId = Annotated[str, Field(pattern=r"^([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})?$")]
+"""What Linux drew when the host was started; empty where it does not say."""
+Emulation = Literal["error", "warning"]
+"""What GPU memory of a peer on the same host that is read by emulation is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,8 @@ class NixlHandle(WireInfo):
     Args:
         protocol: :data:`HANDLE_PROTOCOL`.
         nixl: The owner's NIXL distribution and version; named in errors.
+        host: The owner's host, so that a reader knows whether it is on the same one.
+        emulation: What a reader there is to do about emulation.
         agent: The owner's name; NIXL's metadata must hold the same.
         generation: Of this memory.
         beacon: Address of an int64 in the owner's host memory that holds ``nonce`` for as long as
@@ -56,8 +66,10 @@ class NixlHandle(WireInfo):
             checksum over the whole handle is what guards it.
     """
 
-    protocol: Literal[1] = HANDLE_PROTOCOL
+    protocol: Literal[2] = HANDLE_PROTOCOL
     nixl: Annotated[str, Field(max_length=128)]
+    host: HostId
+    emulation: Emulation
     agent: Identifier
     generation: Count
     beacon: Address

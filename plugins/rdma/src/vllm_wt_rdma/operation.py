@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_wt.errors import Revoked, WrongOrder
 from vllm_wt.transport import Progress
 from vllm_wt_rdma.batching import CHUNK_BYTES
+from vllm_wt_rdma.emulation import Sample, Trial
 from vllm_wt_rdma.endpoint import Endpoint
 from vllm_wt_rdma.nixl import BACKEND
 from vllm_wt_rdma.region import Region
@@ -56,11 +58,13 @@ class Prepared:
         region: Where the bytes go.
         data: The reads, in the order in which they are posted.
         beacons: One for each owner.
+        samples: Those of the reads that can be timed.
     """
 
     region: Region
     data: list[Read] = field(default_factory=list)
     beacons: list[Beacon] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     revoked: bool = False
     busy: bool = False
 
@@ -84,21 +88,28 @@ class Operation:
     """One pass over a plan: the owners' beacons, then the data, then the beacons again.
 
     The first look keeps a pass from starting on memory that was revoked, the second one notices
-    what was revoked while it was read.
+    what was revoked while it was read. Between them a read that is to be timed is made by itself, and
+    once more with the others: bytes count when these bring them.
 
     Args:
         endpoint: Which the plan's reads belong to.
         words: Where the beacons' copies are.
         plan: What is read.
+        trials: What is timed first.
     """
 
-    def __init__(self, endpoint: Endpoint, words: Words, plan: Plan) -> None:
+    def __init__(
+        self, endpoint: Endpoint, words: Words, plan: Plan, trials: Sequence[Trial] = ()
+    ) -> None:
         self._plan = plan  # keeps what was prepared from being given back
         self._prepared = plan.prepared
         self._endpoint = endpoint
         self._words = words
         looks = [beacon.read for beacon in self._prepared.beacons]
-        self._stages = [looks, self._prepared.data, looks]
+        timed = [[Read(trial.sample.number, trial.sample.nbytes)] for trial in trials]
+        self._stages = [looks, *timed, self._prepared.data, looks]
+        self._trials = dict(enumerate(trials, start=1))
+        """By stage."""
         self._stage = 0
         self._next = 0
         self._in_flight: list[Read] = []
@@ -153,8 +164,7 @@ class Operation:
     def _collect(self) -> None:
         for read in tuple(self._in_flight):
             if self._endpoint.check(read.number):
-                self._in_flight.remove(read)
-                self._landed += read.nbytes
+                self._land(read)
 
     def _post(self, copied: int) -> int:
         """Post reads of this stage; returns the bytes copied inside calls so far."""
@@ -169,16 +179,26 @@ class Operation:
             # In the list before it is posted: should the call fail, it may have started all the same.
             self._in_flight.append(read)
             self._next += 1
+            if self._stage in self._trials:
+                self._trials[self._stage].begin()
             if self._endpoint.post(read.number):
-                self._in_flight.remove(read)
-                self._landed += read.nbytes
+                self._land(read)
                 copied += read.nbytes
             else:
                 pending += read.nbytes
         return copied
 
+    def _land(self, read: Read) -> None:
+        self._in_flight.remove(read)
+        if self._stage not in self._trials:
+            self._landed += read.nbytes
+
     def _end_stage(self) -> None:
-        if self._stages[self._stage] is not self._prepared.data:
+        if self._stage in self._trials:
+            if not self._trials[self._stage].is_over():
+                self._next = 0
+                return
+        elif self._stages[self._stage] is not self._prepared.data:
             for beacon in self._prepared.beacons:
                 check_beacon(self._words, beacon)
             self._clear_words()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_wt.errors import TransportError
-from vllm_wt_rdma.endpoint import Endpoint
+from vllm_wt_rdma import info
+from vllm_wt_rdma.endpoint import Endpoint, Row
 from vllm_wt_rdma.info import BufferInfo, MemoryKind
 from vllm_wt_rdma.nixl import BACKEND
 
@@ -30,7 +31,7 @@ class Region:
 
 
 def register(endpoint: Endpoint, tensors: Sequence[torch.Tensor]) -> Region:
-    """Register tensors, in one call a kind of memory.
+    """Register tensors, in one call a kind of memory; long ones as several pieces.
 
     Raises:
         TransportError: One is empty, not contiguous, or on an unsupported device.
@@ -38,7 +39,7 @@ def register(endpoint: Endpoint, tensors: Sequence[torch.Tensor]) -> Region:
     region = Region(tuple(_describe(index, tensor) for index, tensor in enumerate(tensors)))
     try:
         for kind in sorted({buffer.kind for buffer in region.buffers}):
-            rows = [(b.address, b.nbytes, b.device) for b in region.buffers if b.kind == kind]
+            rows = [row for b in region.buffers if b.kind == kind for row in _pieces(b)]
             region.registrations.append(endpoint.register(kind, rows, tensors))
     except BaseException:
         deregister(endpoint, region)
@@ -50,6 +51,14 @@ def deregister(endpoint: Endpoint, region: Region) -> None:
     """Forget a region's memory."""
     while region.registrations:
         endpoint.deregister(region.registrations.pop())
+
+
+def _pieces(buffer: BufferInfo) -> list[Row]:
+    piece = info.PIECE_BYTES
+    return [
+        (buffer.address + start, min(piece, buffer.nbytes - start), buffer.device)
+        for start in range(0, buffer.nbytes, piece)
+    ]
 
 
 def _describe(index: int, tensor: torch.Tensor) -> BufferInfo:

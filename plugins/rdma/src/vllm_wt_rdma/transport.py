@@ -7,17 +7,21 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import get_args
 
 import torch
 
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Revoked, TransportError, WrongOrder
+from vllm_wt.options import require_one_of
 from vllm_wt.transport import Copy, Progress, TransportProperties
+from vllm_wt_rdma import devices as net
 from vllm_wt_rdma import nixl
 from vllm_wt_rdma.batching import batch, check_copies
+from vllm_wt_rdma.emulation import Trials
 from vllm_wt_rdma.endpoint import Endpoint
 from vllm_wt_rdma.exposures import Exposures
-from vllm_wt_rdma.info import NixlHandle, decode
+from vllm_wt_rdma.info import Emulation, NixlHandle, decode
 from vllm_wt_rdma.nixl import BACKEND
 from vllm_wt_rdma.operation import (
     Beacon,
@@ -51,9 +55,15 @@ class NixlTransport:
     Args:
         name: Name of this endpoint: ASCII letters, digits and ``_.:-``, at most 128.
         device: Where its buffers will live.
+        devices: Network devices that UCX may use, ``"mlx5_0:1"`` or ``"eth0"``: a name, several with
+            commas between them, or a sequence of names. None: those that UCX takes by itself, of all or
+            of ``UCX_NET_DEVICES``; for a GPU's memory the nearest.
+        emulation: What a reader on the same host does when it finds that GPU memory which it reads into
+            a GPU's goes by UCX's emulation: ``"error"`` or ``"warning"``; see `emulation`.
 
     Raises:
         BackendUnavailable: NIXL doesn't work here.
+        InvalidInfo: An option has a wrong value.
         TransportError: The name can't be used.
     """
 
@@ -65,7 +75,16 @@ class NixlTransport:
         can_cancel=True,
     )
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        devices: str | Sequence[str] | None = None,
+        emulation: Emulation = "error",
+    ) -> None:
+        require_one_of("emulation", emulation, get_args(Emulation))
+        limits = net.parsed(devices)
         if not _NAME.fullmatch(name):
             raise TransportError(
                 "The endpoint's name can't be used",
@@ -80,9 +99,11 @@ class NixlTransport:
         if device.type == "cpu":
             nixl.use_host()
         self._use_device()
-        self._endpoint = Endpoint(name)
+        with net.limited_to(limits):
+            self._endpoint = Endpoint(name)
         self._words = Words(self._endpoint)
-        self._exposures = Exposures(name, self._endpoint, self._words)
+        self._exposures = Exposures(name, self._endpoint, self._words, emulation)
+        self._trials = Trials()
         self._tickets = Tickets()
         self._regions: set[Region] = set()
         self._opened: dict[str, NixlHandle] = {}
@@ -205,6 +226,8 @@ class NixlTransport:
                     rows.owner, (rows.local_kind, rows.local), (rows.remote_kind, rows.remote)
                 )
                 prepared.data.append(Read(number, rows.nbytes))
+                if sample := self._trials.sample(rows, number, owners[rows.owner]):
+                    prepared.samples.append(sample)
         except BaseException:
             prepared.release(self._endpoint, self._words)
             raise
@@ -235,13 +258,15 @@ class NixlTransport:
                 where="submit",
                 cure="poll it to its end, or cancel it, before the next submit",
             )
-        return Operation(self._endpoint, self._words, plan)
+        trials = self._trials.of(plan.prepared.samples)
+        return Operation(self._endpoint, self._words, plan, trials)
 
     def poll(self, operation: Operation) -> Progress:
         """Drive a pass and say how far it is; within a host about one chunk is copied here.
 
         Raises:
             PeerDead, Revoked: The pass has failed; cancel it.
+            TransportError: So it has, or what it reads of a GPU on this host is emulated.
         """
         self._use_device()
         return operation.advance()

@@ -1,0 +1,1 @@
+"""A second fabric of the ``rdma`` backend: tag messages over UCXX. Import-light."""
