@@ -6,20 +6,18 @@ it goes by UCX's variable, for as long as it takes to make an agent.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_wt.errors import InvalidInfo, shown
+from vllm_wt_rdma.environment import variable
 from vllm_wt_rdma.nixl import BACKEND
 
 VARIABLE = "UCX_NET_DEVICES"
 _SYS_CLASS = Path("/sys/class")
 _MOST = 64
 """UCX ends the process if there are more."""
-_lock = threading.Lock()
 
 
 def there(sys_class: Path = _SYS_CLASS) -> list[str]:
@@ -73,13 +71,5 @@ def limited_to(devices: str | None) -> Iterator[None]:
     if devices is None:
         yield
         return
-    with _lock:
-        before = os.environ.get(VARIABLE)
-        os.environ[VARIABLE] = devices
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[VARIABLE]
-            else:
-                os.environ[VARIABLE] = before
+    with variable(VARIABLE, devices):
+        yield

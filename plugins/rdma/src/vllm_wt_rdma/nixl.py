@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,10 +15,13 @@ from typing import Any
 import torch
 
 from vllm_wt.errors import BackendUnavailable
+from vllm_wt_rdma.environment import variable
 
 BACKEND = "rdma"
 """Our name in errors."""
 
+MEMORY_EVENTS = "UCX_MEM_EVENTS"
+"""Whether UCX sees memory come and go; read when its library is loaded."""
 _BUILDS = {"13": "nixl_cu13", "12": "nixl_cu12"}
 
 
@@ -61,14 +66,21 @@ def load() -> Nixl:
     )
 
 
-def use_host() -> None:
-    """Prepare UCX for host memory alone; to be called before an agent is made.
+@contextmanager
+def made_for(device: torch.device) -> Iterator[None]:
+    """Make agents in here: with UCX set for host memory alone where the device is a CPU.
 
     UCX would watch every allocation of the process, to drop registrations that it keeps on its own:
     it patches each library that is loaded, 0.4 s of a process's first agent. All our memory is
     registered by hand. ModelExpress does the same (ai-dynamo/modelexpress#688), for CUDA too.
+    Not so for another UCX of this process: without its registrations it may crash when a peer dies
+    (openucx/ucx#11467).
     """
-    os.environ.setdefault("UCX_MEM_EVENTS", "n")
+    if device.type != "cpu" or MEMORY_EVENTS in os.environ:
+        yield
+    else:
+        with variable(MEMORY_EVENTS, "n"):
+            yield
 
 
 def use_cuda(device: torch.device) -> None:

@@ -96,10 +96,8 @@ class NixlTransport:
         self.name = name
         self._device = device
         self._threads = threading.local()
-        if device.type == "cpu":
-            nixl.use_host()
         self._use_device()
-        with net.limited_to(limits):
+        with net.limited_to(limits), nixl.made_for(device):
             self._endpoint = Endpoint(name)
         self._words = Words(self._endpoint)
         self._exposures = Exposures(name, self._endpoint, self._words, emulation)

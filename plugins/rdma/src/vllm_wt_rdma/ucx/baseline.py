@@ -38,9 +38,7 @@ class UcxMessages:
             nixl.use_cuda(torch.device("cuda", device.index or 0))
         build = bindings.load()
         self._api, self._array = build.api, build.array
-        self._context = self._api.UCXContext(
-            config_dict=build.options(), feature_flags=(self._api.Feature.TAG,)
-        )
+        self._context = build.context()
         self._worker = self._api.UCXWorker(self._context)
         self._tag = self._api.UCXXTag(_DATA)
         self._peer: Any = None

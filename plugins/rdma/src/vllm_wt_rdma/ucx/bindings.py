@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_wt.errors import BackendUnavailable
-from vllm_wt_rdma.nixl import BACKEND
+from vllm_wt_rdma.nixl import BACKEND, MEMORY_EVENTS
 
 _DISTRIBUTIONS = ("ucxx-cu13", "ucxx-cu12")
 CURE = "pip install 'vllm-wt-rdma[ucx]', or for CUDA 12: pip install 'vllm-wt-rdma[ucx-cu12]'"
@@ -21,6 +21,12 @@ by itself where failures are to be reported, unless `UCX_POSIX_ERROR_HANDLING` s
 for certain. Copies between processes (cma), which do report it, go with them.
 Longer messages than the last one's bytes are fetched when they are received; of one that is pushed in
 pieces UCX could not be told that its peer was closed."""
+_FORCED = {"RCACHE_ENABLE": "y"}
+"""Whatever the environment says. Without its cache of registrations, which it makes do without where
+it doesn't see memory come and go (`UCX_MEM_EVENTS=n`), UCX 1.21 crashes when a peer dies in the middle
+of a long message (openucx/ucx#11467); by this it refuses to start instead."""
+_MEMORY = (MEMORY_EVENTS, "UCX_MEM_MMAP_HOOK_MODE")
+"""By what UCX is told not to see it."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,28 @@ class Ucxx:
     array: Any
     version: str
 
-    def options(self) -> dict[str, str]:
-        """Of a context, as UCX names them; what the environment sets is left to it."""
-        return {key: value for key, value in _OPTIONS.items() if f"UCX_{key}" not in os.environ}
+    def context(self) -> Any:
+        """A context for tag messages; what the environment sets is left to it.
+
+        Raises:
+            BackendUnavailable: UCX can't watch this process's memory.
+        """
+        chosen = {key: value for key, value in _OPTIONS.items() if f"UCX_{key}" not in os.environ}
+        try:
+            return self.api.UCXContext(
+                config_dict=chosen | _FORCED, feature_flags=(self.api.Feature.TAG,)
+            )
+        except self.api.UCXUnsupportedError:
+            raise BackendUnavailable(
+                "UCX can't see this process's memory come and go, without which it would crash "
+                "with a peer that dies",
+                backend=BACKEND,
+                where="start",
+                expected=f"none of {', '.join(_MEMORY)} set when UCX was loaded",
+                got=", ".join(f"{k}={os.environ[k]}" for k in _MEMORY if k in os.environ)
+                or "none now",
+                cure='unset them and start again; or transport="nixl"',
+            ) from None
 
 
 @lru_cache(maxsize=1)

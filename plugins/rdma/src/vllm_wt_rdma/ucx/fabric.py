@@ -60,9 +60,7 @@ class Fabric:
         self._loose: set[int] = set()
         """Sends that nobody waits for."""
         with self._typed("start"):
-            self._context = self._api.UCXContext(
-                config_dict=build.options(), feature_flags=(self._api.Feature.TAG,)
-            )
+            self._context = build.context()
             self._worker = self._api.UCXWorker(self._context)
             self._any = self._api.UCXXTagMask(0)
             self.address = bytes(self._worker.address.tobytes())
