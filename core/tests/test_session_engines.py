@@ -167,8 +167,11 @@ def test_an_interrupt_within_the_commits_lets_them_end(pair, monkeypatch):
     interrupted = threading.Event()
 
     def interrupt() -> None:
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert interrupted.wait(30)
+        for _ in range(6):  # one may be swallowed, by a finalizer that happens to run
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            if interrupted.wait(5):
+                return
+        raise AssertionError("the interrupt has not been seen")
 
     pair.engines[1].calls.meet["finish"] = SimpleNamespace(wait=interrupt)
     wait = concurrent.futures.wait

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,17 +13,19 @@ import torch
 from torch.distributed import HashStore
 
 from vllm_wt import opening
-from vllm_wt import team as team_module
+from vllm_wt.beats import Beats
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import (
     InvalidInfo,
     LoadError,
     ManifestMismatch,
+    PeerDead,
     Timeout,
     TransportError,
     WrongOrder,
 )
 from vllm_wt.following import follow
+from vllm_wt.group import StoreGroup
 from vllm_wt.pull import TeamTrainer
 from vllm_wt.session import WeightSync
 from vllm_wt.source import StateDictSource
@@ -32,10 +38,11 @@ LONG_S = 30.0
 SOON_S = 0.2
 
 
-@pytest.fixture(autouse=True)
-def places(monkeypatch):
-    """A group stands for its ranks: the tuple of a store, a rank and their number."""
-    monkeypatch.setattr(team_module, "_place_in", lambda group: group)
+@pytest.fixture
+def watchful(monkeypatch):
+    """Silence is noticed early."""
+    monkeypatch.setattr(Beats, "every_s", 0.01)
+    monkeypatch.setattr(Beats, "silence_s", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +70,10 @@ def at_once(*calls):
 
 def make_teams(store, size):
     return at_once(
-        *(lambda rank=rank: Team((store, rank, size), Deadline(LONG_S)) for rank in range(size))
+        *(
+            lambda rank=rank: Team(StoreGroup(store, rank, size), Deadline(LONG_S))
+            for rank in range(size)
+        )
     )
 
 
@@ -85,6 +95,11 @@ def exchange(team, said, seconds=LONG_S, where="here"):
 
 def agree(team, error=None, seconds=LONG_S):
     return lambda: team.agree({"rank": team.rank}, error, Deadline(seconds), where="here")
+
+
+def until_nobody_is_left_to_itself():
+    while any(thread.name == "vllm-wt-team-left" for thread in threading.enumerate()):
+        time.sleep(0.01)
 
 
 def is_lost(outcome):
@@ -131,6 +146,82 @@ def test_a_rank_that_does_not_come(teams):
     assert is_lost(told), "it does not wait for those who have gone"
 
 
+def test_a_rank_that_is_silent(watchful, store):
+    first, silent = make_teams(store, 2)
+    silent._beats.close()
+    (told,) = at_once(agree(first, seconds=1000.0))
+    assert isinstance(told, PeerDead)
+    assert (told.where, told.got) == ("here", "none from rank 1")
+    assert first.is_over
+    silent.close()
+    until_nobody_is_left_to_itself()
+
+
+_INTERRUPTED = """
+import signal, threading
+from torch.distributed import HashStore
+from vllm_wt import StoreGroup
+from vllm_wt.deadline import Deadline
+from vllm_wt.team import Team
+store, teams = HashStore(), {}
+def join(rank):
+    teams[rank] = Team(StoreGroup(store, rank, 2), Deadline(30.0))
+other = threading.Thread(target=join, args=(1,))
+other.start()
+join(0)
+other.join()
+threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
+try:
+    teams[0].exchange({}, Deadline(1000.0), where="here")
+except KeyboardInterrupt:
+    print("interrupted", teams[0].is_over)
+"""
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_can_end():
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "interrupted True"), done.stderr
+
+
+def test_a_rank_that_lives_is_waited_for(watchful, store):
+    """Longer than silence is borne."""
+    first, late = make_teams(store, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(agree(first))
+        heard = first._beats._heard
+        seen = set()
+        while len(seen) < 150:  # 1.5 s of beats
+            seen.add(heard.beats[1])
+            assert not waiting.done()
+        agree(late)()
+        assert waiting.result()[1]["rank"] == 1
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody(watchful, store, monkeypatch):
+    first, _other = make_teams(store, 2)
+    first._beats.begin()
+    first._beats._looked -= 1000.0
+    first._beats.check("here")
+
+
+def test_a_store_that_answers_no_more_is_silence(watchful):
+    class Broken(HashStore):
+        def set(self, key, value):
+            raise RuntimeError("the store is gone")
+
+    beats = Beats(Broken(), 0, 2)
+    beats.begin()
+
+    def wait():
+        while True:
+            beats.check("here")
+
+    with pytest.raises(PeerDead, match="rank 1"):
+        wait()
+
+
 def test_an_error_goes_before_the_others_absence(teams):
     error = LoadError("It does not fit")
     assert at_once(agree(teams[0], error, SOON_S)) == [error]
@@ -168,16 +259,32 @@ def test_the_word_of_a_first_rank_that_has_left(teams):
 @pytest.mark.parametrize("early", [0, 1])
 def test_one_that_came_in_vain_is_not_met_later(store, early):
     with pytest.raises(Timeout) as error:
-        Team((store, early, 2), Deadline(SOON_S))
+        Team(StoreGroup(store, early, 2), Deadline(SOON_S))
     assert error.value.where == "connect"
     for _ in range(2):
         teams = make_teams(store, 2)
         assert at_once(*map(agree, teams))[0][1]["rank"] == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        (("no store", 0, 1), "store"),
+        ((HashStore(), 1, 1), "rank"),
+        ((HashStore(), -1, 1), "rank"),
+        ((HashStore(), True, 2), "rank"),
+        ((HashStore(), 0, 0), "size"),
+        ((HashStore(), 0, "1"), "size"),
+    ],
+)
+def test_no_ranks_of_a_store(given, where):
+    with pytest.raises(InvalidInfo) as error:
+        StoreGroup(*given)
+    assert error.value.where == f"StoreGroup: {where}"
+
+
 @pytest.mark.parametrize("group", [None, 5, object()])
-def test_no_group(monkeypatch, group):
-    monkeypatch.undo()
+def test_no_group(group):
     with pytest.raises(InvalidInfo) as error:
         Team(group, Deadline(LONG_S))
     assert error.value.where == "group"
@@ -352,7 +459,7 @@ def sync(monkeypatch, store, engine):
     monkeypatch.setattr(opening, "trainer_engine", trainer_engine)
     state = weights(1)
     with WeightSync.connect(
-        engine, backend="memory", source=state, group=(store, 0, 1), deadline_s=LONG_S
+        engine, backend="memory", source=state, group=StoreGroup(store, 0, 1), deadline_s=LONG_S
     ) as sync:
         sync.state = state
         yield sync

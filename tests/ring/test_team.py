@@ -320,6 +320,35 @@ def test_a_rank_that_is_stopped(make, rank):
     group.assert_pushes(1)
 
 
+def test_ranks_that_share_a_store_and_no_group(make):
+    group = make("copied")
+    group.all("connect_together", str(group.engine.path), group.backend, {}, 30.0, "store")
+    group.engine.call("calls")
+    for version in (1, 2):
+        group.assert_pushes(version)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_known_by_its_silence(make, rank):
+    """Long before the deadline; the first rank has the store."""
+    group = make("copied")
+    group.all("bear_silence", SOON_S)
+    group.connect()
+    group.assert_pushes(1, seed=1)
+    group.all("fill", 2)
+    victim, survivor = group.ranks[rank], [group.ranks[1 - rank]]
+    victim.signal(signal.SIGSTOP)
+    until(victim.stopped, "a rank to stop")
+    group.start("push_together", 2, 20 * LONG_S, ranks=survivor)
+    assert group.codes(survivor) == ["E04"]
+    victim.signal(signal.SIGCONT)
+    group.start("push_together", 2, 20 * LONG_S, ranks=[victim])
+    assert group.codes([victim]) in (["E04"], ["E10"])
+    group.assert_has(1)
+    group.connect()
+    group.assert_pushes(1)
+
+
 def test_a_rank_that_does_not_come(make):
     """And one that came in vain: the next attempt is not mistaken for it."""
     group = make("copied")

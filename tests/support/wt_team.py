@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from forking import fork_for_each_line
+from torch.distributed import FileStore
 from wt_cases import Weights
 from wt_ring import Rank, digest_of, full_tensors, serve
 
-from vllm_wt import WeightSync
+from vllm_wt import StoreGroup, WeightSync
+from vllm_wt.beats import Beats
 from vllm_wt.clients.relay import RelayClient
 from vllm_wt.engine import WeightTransferEngine, WorkerContext
 from vllm_wt.errors import LoadError, WeightTransferError, to_text
@@ -139,11 +141,13 @@ class TeamRank(Rank):
     ) -> None:
         self.close()
         world = torch.distributed.group.WORLD
+        assert world is not None
+        own = StoreGroup(FileStore(f"{path}.store", world.size()), self.rank, world.size())
         self.sync = WeightSync.connect(
             _client(path, backend) if self.rank == 0 else None,
             backend=backend,
             source=self.source,
-            group={"all": world, "none": None, "wrong": 5}[group],
+            group={"all": world, "store": own, "none": None, "wrong": 5}[group],
             deadline_s=deadline_s,
             **options,
         )
@@ -154,6 +158,10 @@ class TeamRank(Rank):
 
     def wait_less(self, seconds: float) -> None:
         Team.grace_s = seconds
+
+    def bear_silence(self, seconds: float) -> None:
+        """Of other ranks, from the next connect on."""
+        Beats.every_s, Beats.silence_s = seconds / 10, seconds
 
     def owner(self) -> str:
         assert self.sync is not None

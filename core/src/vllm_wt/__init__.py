@@ -13,6 +13,7 @@ from vllm_wt.spec import BackendSpec, Kind
 
 if TYPE_CHECKING:
     from vllm_wt.engine import TrainerWeightTransferEngine, WeightTransferEngine
+    from vllm_wt.group import StoreGroup
     from vllm_wt.results import EngineStatus, PushResult
     from vllm_wt.session import WeightSync
     from vllm_wt.source import (
@@ -35,6 +36,7 @@ __all__ = [
     "PushResult",
     "SafetensorsSource",
     "StateDictSource",
+    "StoreGroup",
     "TrainerWeightTransferEngine",
     "WeightSource",
     "WeightSync",
@@ -51,6 +53,7 @@ _LAZY = {
     "PushResult": "vllm_wt.results",
     "SafetensorsSource": "vllm_wt.source",
     "StateDictSource": "vllm_wt.source",
+    "StoreGroup": "vllm_wt.group",
     "TrainerWeightTransferEngine": "vllm_wt.engine",
     "WeightSource": "vllm_wt.source",
     "WeightSync": "vllm_wt.session",

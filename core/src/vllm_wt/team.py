@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -13,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from vllm_wt.beats import Beats
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import (
     CorruptTransfer,
-    InvalidInfo,
     Timeout,
     TransportError,
     WeightTransferError,
@@ -24,12 +26,15 @@ from vllm_wt.errors import (
     from_text,
     to_text,
 )
+from vllm_wt.group import store_group_of
 
 _c10d: Any = dist.distributed_c10d
 _LEAST_S = 0.001
 """Least seconds to wait: torch takes a timeout of 0 ms for none."""
 _LOOK_S = 0.0002
 """Seconds between two looks at whether the others have come: an interrupt does not wait for them."""
+_LEFT_S = 0.1
+"""The same at whether what was given up has come to its end."""
 _MEET_S = 0.01
 """The same of a store, which each look asks."""
 _TRIES = 5
@@ -65,7 +70,7 @@ class Team:
     own, all of them fail at once, and a new one has to be made.
 
     Args:
-        group: The ranks, in order; the first one leads.
+        group: The ranks, in order; the first one leads. A process group, or a `StoreGroup`.
         deadline: For all of them to be there.
 
     Raises:
@@ -77,23 +82,19 @@ class Team:
     """Seconds beyond a deadline that ranks wait for each other; a round has two such waits at most."""
 
     def __init__(self, group: Any, deadline: Deadline) -> None:
-        store, self.rank, self.size = _place_in(group)
-        self._group = group
+        found, self.ranks = store_group_of(group)
+        """Each of them as ``torch.distributed`` counts it, and the mesh of a DTensor."""
+        store, self.rank, self.size = found.store, found.rank, found.size
         self.has_agreed = False
         """Whether the ranks have exchanged anything yet."""
         try:
             name = _meet(store, self.rank, self.size, deadline)
             seconds = self._patience(self._patience(deadline)).seconds / _TRIES
-            self._gloo: Any = _c10d.ProcessGroupGloo(
-                _c10d.PrefixStore(f"vllm-wt/{name}", store), self.rank, self.size, _delta(seconds)
-            )
+            own = _c10d.PrefixStore(f"vllm-wt/{name}", store)
+            self._gloo: Any = _c10d.ProcessGroupGloo(own, self.rank, self.size, _delta(seconds))
+            self._beats = Beats(own, self.rank, self.size)
         except RuntimeError as error:  # torch's errors of a store and of a network are among these
             raise _failed(error, "connect", deadline.seconds) from error
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Each of them as ``torch.distributed`` counts it, and the mesh of a DTensor."""
-        return tuple(dist.get_process_group_ranks(self._group))
 
     @property
     def leads(self) -> bool:
@@ -138,7 +139,8 @@ class Team:
             where: Names the step, in errors and to the others.
 
         Raises:
-            Timeout: A rank has not come: its process is stopped, or somewhere else.
+            Timeout: A rank has not come: it is somewhere else.
+            PeerDead: Its process is stopped, or its host is gone.
             TransportError: A rank is gone.
             WrongOrder: Another one is at another step.
         """
@@ -175,6 +177,7 @@ class Team:
     def close(self) -> None:
         """Leave: who waits for this rank is told. Idempotent."""
         self._gloo = None
+        self._beats.close()
 
     def _patience(self, deadline: Deadline) -> Deadline:
         return Deadline(deadline.remaining() + self.grace_s)
@@ -219,11 +222,20 @@ class Team:
         options.timeout = _delta(deadline.remaining())
         try:
             work = self._connected().allgather([parts], [mine], options)
+        except RuntimeError as error:
+            raise _failed(error, where, deadline.seconds) from error
+        self._beats.begin()
+        try:
             while not work.is_completed():
+                self._beats.check(where)
                 time.sleep(_LOOK_S)
             work.wait()
         except RuntimeError as error:
             raise _failed(error, where, deadline.seconds) from error
+        finally:
+            self._beats.end()
+            if not work.is_completed():
+                _leave_to_itself(self._gloo, work)
         return parts
 
     def _connected(self) -> Any:
@@ -243,23 +255,6 @@ def error_of(rank: int, text: str, *, where: str) -> WeightTransferError:
     error = from_text(text, where=where)
     error.where = f"{error.where or where}, on rank {rank} of the trainer"
     return error
-
-
-def _place_in(group: Any) -> tuple[Any, int, int]:
-    """A store that the ranks share, this rank and their number."""
-    try:
-        rank = dist.get_rank(group)
-        if rank >= 0:
-            return group.get_group_store(), rank, dist.get_world_size(group)
-    except Exception:  # of any class: it may be any object
-        rank = -1
-    raise InvalidInfo(
-        "This process is not in the group of the trainer's ranks",
-        where="group",
-        expected="a torch.distributed group that this rank is in",
-        got=type(group).__name__,
-        cure="call torch.distributed.init_process_group first, and connect on the group's ranks only",
-    )
 
 
 def _meet(store: Any, rank: int, size: int, deadline: Deadline) -> str:
@@ -284,6 +279,19 @@ def _meet(store: Any, rank: int, size: int, deadline: Deadline) -> str:
         return token
     finally:
         store.set(f"vllm-wt/here/{rank}", "")
+
+
+def _leave_to_itself(gloo: Any, work: Any) -> None:
+    """What is under way ends by its own timeout alone, and gloo's destructor waits for that: it is not
+    called before, nor by the interpreter's end, for which there is a reference too many."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+
+    def outlive() -> None:
+        while not work.is_completed():
+            time.sleep(_LEFT_S)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(gloo))
+
+    threading.Thread(target=outlive, name="vllm-wt-team-left", daemon=True).start()
 
 
 def _is_told(store: Any, key: str) -> bool:
