@@ -76,10 +76,9 @@ class Owner:
         name = config["transport"]
         options = {"transport": name} if name else {}
         transport = transport_of(spec, name)
-        self._state = {
-            f"w{index}": torch.randn(numel, device=self._device).to(torch.bfloat16)
-            for index in range(config["tensors"])
-        }
+        # In one piece: the bare fabric reads the same memory, by the same descriptors.
+        self._buffer = torch.randn(numel * config["tensors"], device=self._device).bfloat16()
+        self._state = {f"w{n}": each for n, each in enumerate(self._buffer.split(numel))}
         if transport is not None and transport.properties.maps:
             self._state = _exposable(self._state, transport, self._device)
         self.trainers = {
@@ -116,11 +115,7 @@ class Owner:
             self._sent.settle()
 
     def expose_raw(self) -> str:
-        nbytes = sum(t.numel() * t.element_size() for t in self._state.values())
-        self._buffer = torch.randint(
-            0, 256, (nbytes,), dtype=torch.uint8, device=self._device
-        )  # kept, since the fabric does not hold it
-        handle: str = self.raw.expose(self._buffer)
+        handle: str = self.raw.expose(self._buffer.view(torch.uint8))
         return handle
 
     def last_value(self) -> float:
