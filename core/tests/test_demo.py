@@ -146,3 +146,20 @@ def test_the_trainer_says_what_failed_without_a_traceback(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("trainer: No engine answers at")
     assert "Traceback" not in done.stderr
+
+
+def test_the_trainer_is_told_where_to_log(monkeypatch, tmp_path):
+    given = []
+
+    def popen(command, **_):
+        given.append(json.loads(command[-1]))
+        raise InterruptedError
+
+    monkeypatch.setattr(demo.subprocess, "Popen", popen)
+    arguments = argparse.Namespace(backend="echo", rounds=1, log="rounds.jsonl")
+    with demo._Screen(as_json=True, rounds=1) as screen:
+        run = demo._Demo(arguments, ModelShape(), tmp_path, screen)
+        run._engine = types.SimpleNamespace(address={"socket": "there"})
+        with pytest.raises(InterruptedError):
+            run._train()
+    assert given[0]["log"] == "rounds.jsonl"

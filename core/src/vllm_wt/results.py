@@ -33,6 +33,27 @@ class PushResult:
     engines: dict[str, Stages]
     failed: dict[str, WeightTransferError] = field(default_factory=dict)
 
+    @property
+    def gb_per_s(self) -> float:
+        """Payload bytes over the seconds of the whole push, in 10^9 bytes a second; what several
+        engines have each received counts once."""
+        return self.nbytes / self.total_s / 1e9 if self.total_s else 0.0
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds that the slowest engine took to pause."""
+        return max((stages.stop for stages in self.engines.values()), default=0.0)
+
+    @property
+    def commit_s(self) -> float:
+        """Seconds of the longest commit."""
+        return max((stages.load for stages in self.engines.values()), default=0.0)
+
+    @property
+    def resume_s(self) -> float:
+        """Seconds that the slowest engine took to go on."""
+        return max((stages.resume for stages in self.engines.values()), default=0.0)
+
 
 @dataclass(frozen=True)
 class EngineStatus:

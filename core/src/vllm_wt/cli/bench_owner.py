@@ -78,7 +78,7 @@ class Owner:
         transport = transport_of(spec, name)
         # In one piece: the bare fabric reads the same memory, by the same descriptors.
         self._buffer = torch.randn(numel * config["tensors"], device=self._device).bfloat16()
-        self._state = {f"w{n}": each for n, each in enumerate(self._buffer.split(numel))}
+        self._state = {f"w{n}": each for n, each in enumerate(self._buffer.view(-1, numel))}
         if transport is not None and transport.properties.maps:
             self._state = _exposable(self._state, transport, self._device)
         self.trainers = {

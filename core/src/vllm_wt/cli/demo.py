@@ -54,6 +54,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--vocab", type=_positive, default=2048, help="vocabulary (%(default)s)")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding")
     parser.add_argument("--json", action="store_true", help="one JSON object a round")
+    parser.add_argument(
+        "--log", metavar="FILE", help="the trainer's own line of JSON for each round, appended"
+    )
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -192,6 +195,7 @@ class _Demo:
             "engine": self._engine.address,
             "backend": self._arguments.backend,
             "rounds": self._arguments.rounds,
+            "log": self._arguments.log,
             "shape": asdict(self._shape),
         }
         trainer = subprocess.Popen(

@@ -13,12 +13,15 @@ def main(config: dict[str, Any]) -> None:
     """Push new random weights, save them as a checkpoint, and have the demo compare."""
     sys.modules["vllm"] = None  # type: ignore[assignment]  # any import of it raises from here on
     from vllm_wt.clients.relay import RelayClient
+    from vllm_wt.observers import RoundLog, observe
     from vllm_wt.session import WeightSync
     from vllm_wt.testing.models import ModelShape, random_model, randomize, save_checkpoint
 
     folder = Path(config["folder"])
     demo = RelayClient(folder / "demo.sock")
     demo.call("hello", {"pid": os.getpid(), "import_vllm": _import_vllm()})
+    if config["log"] is not None:
+        observe(RoundLog(config["log"]))
     engine = _client(config["engine"])
     model = random_model(ModelShape(**config["shape"]), seed=0).to(config["device"])
     with WeightSync.connect(engine, backend=config["backend"], source=model) as sync:
