@@ -53,6 +53,17 @@ def test_an_async_engine_keeps_its_requests_while_it_is_paused():
     assert engine.calls == [("keep", True), "resume"]  # with vLLM's own default for its caches
 
 
+def test_an_async_engine_is_paused_as_asked():
+    engine = _Engine()
+
+    async def session():
+        client = AsyncLocalClient(engine, asyncio.get_running_loop())
+        await asyncio.to_thread(client.pause, "wait", False)
+
+    asyncio.run(session())
+    assert engine.calls == [("wait", False)]
+
+
 def test_an_async_engine_of_a_release_that_would_abort_them():
     class Older(_Engine):
         async def pause_generation(self, *, wait_for_inflight_requests=False):
@@ -284,3 +295,69 @@ def test_an_answer_that_does_not_come(llm):
     with pytest.raises(Timeout, match=r"within 0\.05 s"):
         next(filter(None, (answer.has_come(0.001) for _ in itertools.count())))
     llm.go.set()
+
+
+def _forgets(engine, calls, *, answer=True, connector=None, multimodal=False):
+    """Gives an engine what resetting its caches takes."""
+    engine.vllm_config.kv_transfer_config = connector
+    engine.vllm_config.model_config = types.SimpleNamespace(is_multimodal_model=multimodal)
+
+    def reset(*arguments):
+        calls.append(arguments)
+        return answer
+
+    return reset
+
+
+def test_an_llm_resets_its_caches(llm):
+    llm.go.set()
+    llm.llm_engine.reset_prefix_cache = _forgets(llm.llm_engine, llm.asked)
+    client = LocalClient(llm)
+    client.reset_caches(at_once=False)
+    assert llm.asked == []
+    client.reports()
+    client.reports()
+    assert llm.asked == [(True, False), "vllm_wt_report", "vllm_wt_report"], "once, and before"
+    client.reset_caches()
+    assert llm.asked[-1] == (True, False)
+
+
+def test_an_llm_with_a_connector_and_an_encoder(llm):
+    llm.llm_engine.reset_prefix_cache = _forgets(
+        llm.llm_engine, llm.asked, connector=object(), multimodal=True
+    )
+    llm.llm_engine.engine_core.reset_encoder_cache = lambda: llm.asked.append("encoder")
+    LocalClient(llm).reset_caches()
+    assert llm.asked == [(True, True), "encoder"]
+
+
+def test_an_llm_that_does_not_reset_its_caches(llm):
+    llm.go.set()
+    llm.llm_engine.reset_prefix_cache = _forgets(llm.llm_engine, llm.asked, answer=False)
+    client = LocalClient(llm)
+    client.reset_caches(at_once=False)
+    with pytest.raises(EngineError) as error:
+        client.reports()
+    assert error.value.where == "reset_caches"
+    assert llm.asked == [(True, False)]
+    assert client.reports() == REPORTS
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_an_async_engine_resets_its_caches(multimodal):
+    engine = _Engine()
+    engine.vllm_config = types.SimpleNamespace()
+    reset = _forgets(engine, engine.calls, multimodal=multimodal)
+
+    async def reset_prefix_cache(*arguments):
+        return reset(*arguments)
+
+    async def reset_encoder_cache():
+        engine.calls.append("encoder")
+
+    engine.reset_prefix_cache, engine.reset_encoder_cache = reset_prefix_cache, reset_encoder_cache
+    _run(engine, "reset_caches")
+    assert engine.calls == [(True, False)] + ["encoder"] * multimodal
+    reset = _forgets(engine, engine.calls, answer=False)
+    with pytest.raises(EngineError):
+        _run(engine, "reset_caches")

@@ -27,6 +27,7 @@ from vllm_wt.errors import (
     TornModel,
     TransportError,
     UnsupportedVllm,
+    WeightTransferError,
     WrongOrder,
     to_text,
 )
@@ -243,6 +244,47 @@ def test_pause_and_resume(server, client):
         ("POST", "/resume", b"{}"),
         ("GET", "/is_paused", b""),
     ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear_cache", "query"),
+    [
+        ("keep", False, "mode=keep&clear_cache=false"),
+        ("wait", True, "mode=wait"),
+        ("abort", False, "mode=abort&clear_cache=false"),
+    ],
+)
+def test_how_to_pause(server, client, mode, clear_cache, query):
+    server.say({"status": "paused"})
+    client.pause(mode, clear_cache)
+    assert server.requests[0][1] == f"/pause?{query}"
+
+
+def test_caches_are_reset(server, client):
+    server.say({"success": True})
+    server.say({})
+    client.reset_caches()
+    assert [path for _, path, _, _ in server.requests] == [
+        "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
+        "/reset_encoder_cache",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "error"),
+    [
+        ({"success": False}, 200, WeightTransferError),
+        ({"success": "yes"}, 200, CorruptTransfer),
+        ({"detail": "Not Found"}, 404, WeightTransferError),
+        ({"error": "boom"}, 500, EngineError),
+    ],
+)
+def test_caches_that_are_not_reset(server, client, reply, status, error):
+    server.say(reply, status)
+    with pytest.raises(error) as caught:
+        client.reset_caches()
+    assert "/reset_prefix_cache" in caught.value.where
+    assert len(server.requests) == 1
 
 
 SWITCHES = {"pause": "/pause?mode=keep", "resume": "/resume"}

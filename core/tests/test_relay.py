@@ -149,6 +149,9 @@ def test_engine_methods_reach_the_engine(path):
         def is_paused(self):
             return True
 
+        def reset_caches(self):
+            calls.append(("reset",))
+
         def reports(self):
             return [{"rank": 0}]
 
@@ -169,6 +172,7 @@ def test_engine_methods_reach_the_engine(path):
     client.pause()
     client.resume()
     assert client.is_paused() is True
+    client.reset_caches()
     assert client.reports() == [{"rank": 0}]
     client.close()
     server.close()
@@ -180,6 +184,7 @@ def test_engine_methods_reach_the_engine(path):
         ("finish", None),
         ("pause",),
         ("resume",),
+        ("reset",),
     ]
 
 
@@ -199,11 +204,30 @@ def test_engine_with_the_four_methods_only():
     assert tuple(engine_methods(FourMethods())) == ENGINE_METHODS[:4]
 
 
+@pytest.mark.parametrize("given", [("wait", True), ("keep", False)])
+def test_how_to_pause(path, given):
+    asked = []
+
+    class Engine(FourMethods):
+        def pause(self, mode="keep", clear_cache=True):
+            asked.append((mode, clear_cache))
+
+        def resume(self): ...
+
+    server = RelayServer(path, engine_methods(Engine()))
+    client = RelayClient(path, timeout_s=LIMIT_S)
+    client.pause(*given)
+    client.close()
+    server.close()
+    assert asked == [given]
+
+
 @pytest.mark.parametrize("method", ["pause", "resume"])
 def test_engine_that_cannot_be_paused(path, method):
     server = RelayServer(path, engine_methods(FourMethods()))
     client = RelayClient(path, timeout_s=LIMIT_S)
     assert client.is_paused() is None
+    assert client.reset_caches() is None
     with pytest.raises(UnsupportedVllm, match="cannot be paused") as caught:
         getattr(client, method)()
     assert caught.value.where == method

@@ -11,6 +11,7 @@ import torch
 from vllm_wt.clients.local import Answer
 from vllm_wt.deadline import Deadline
 from vllm_wt.errors import Aborted, ManifestMismatch, PeerDead, Timeout, WeightTransferError
+from vllm_wt.pausing import USUAL
 from vllm_wt.results import EngineStatus
 from vllm_wt.round import State
 from vllm_wt.source import StateDictSource
@@ -456,7 +457,7 @@ def test_a_round_that_was_left_open_is_ended_first(sync, engine, loader, state):
 
 def test_what_is_handed_over_in_chunks_is_not(sync, engine):
     """`begin` comes long before `end`: no engine is kept waiting for it."""
-    delivery = sync._new(2, Deadline(30), True).delivery
+    delivery = sync._new(2, Deadline(30), USUAL).delivery
     delivery.begin()
     assert engine.infos == []
     delivery.give_up(Aborted("the test"))

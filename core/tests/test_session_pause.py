@@ -9,6 +9,7 @@ from vllm_wt.deadline import Deadline
 from vllm_wt.errors import (
     Aborted,
     EngineError,
+    InvalidInfo,
     NotPaused,
     PeerDead,
     Superseded,
@@ -78,6 +79,158 @@ def test_without_overlap_it_is_paused_for_all_of_the_push(sync, engine, loader, 
     assert stages.stop > 0
     assert stages.resume > 0
     assert not engine.paused
+    assert_equal(loader.weights, source)
+
+
+class AskingEngine(PausingEngine):
+    """Notes how it is paused."""
+
+    def __init__(self, transport_cls, loader, **options) -> None:
+        super().__init__(transport_cls, loader, **options)
+        self.asked: list[tuple[str, bool]] = []
+
+    def pause(self, mode="keep", clear_cache=True):
+        self.asked.append((mode, clear_cache))
+        super().pause()
+
+
+@pytest.fixture
+def asking(connect, transport_cls, loader, source):
+    """One, and a session that has pushed version 1 to it."""
+    engine = AskingEngine(transport_cls, loader)
+    sync = connect(engine, source)
+    sync.push(1)
+    engine.calls.clear()
+    engine.asked.clear()
+    source["a"].add_(1)
+    return engine, sync
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("how", "asked"),
+    [
+        ({}, ("keep", True)),
+        ({"pause": "keep", "kv": "keep"}, ("keep", False)),
+        ({"pause": "wait"}, ("wait", True)),
+        ({"pause": "abort", "kv": "keep"}, ("abort", False)),
+    ],
+)
+def test_how_an_engine_is_paused(asking, loader, source, how, asked, overlap):
+    engine, sync = asking
+    sync.push(2, overlap=overlap, **how)
+    assert engine.asked == [asked]
+    assert not engine.paused
+    assert_equal(loader.weights, source)
+    sync.push(3)
+    assert engine.asked == [asked, ("keep", True)], "it is said for one push"
+
+
+def test_an_engine_need_not_be_paused(asking, loader, source):
+    engine, sync = asking
+    stages = sync.push(2, pause=None).engines["engine0"]
+    assert engine.calls == ["start", "open", "seal", "finish", "confirm"]
+    assert (stages.stop, stages.resume) == (0, 0)
+    assert_equal(loader.weights, source)
+
+
+class ForgettingEngine(AskingEngine):
+    """Notes when it is to forget what it has computed."""
+
+    def reset_caches(self, at_once=True):
+        self.calls.append("reset" if at_once else "reset later")
+
+
+@pytest.mark.parametrize(
+    ("how", "resets"),
+    [
+        ({}, False),
+        ({"kv": "keep"}, False),
+        ({"pause": None}, True),
+        ({"pause": None, "kv": "keep"}, False),
+    ],
+)
+def test_an_engine_that_is_not_paused_forgets_after_the_commit(
+    connect, transport_cls, loader, source, how, resets
+):
+    engine = ForgettingEngine(transport_cls, loader)
+    sync = connect(engine, source)
+    assert "reset" not in engine.calls
+    sync.push(1, **how)
+    assert ("reset" in engine.calls) == resets
+    if resets:
+        assert engine.calls[-3:] == ["finish", "confirm", "reset"]
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_an_idle_engine_forgets_before_the_round(connect, transport_cls, loader, source, kv):
+    class Idle(ForgettingEngine):
+        idle_between_calls = True
+        pause = resume = is_paused = None
+
+    engine = Idle(transport_cls, loader)
+    sync = connect(engine, source)
+    engine.calls.clear()
+    sync.push(1, kv=kv)
+    expected = ["start", "open", "seal", "finish", "confirm"]
+    assert engine.calls == ["reset later"] * (kv == "recompute") + expected
+
+
+def test_caches_that_cannot_be_reset_are_an_error_of_the_push(asking, loader, source):
+    engine, sync = asking
+
+    def reset_caches():
+        raise EngineError("They are in use", where="reset_caches")
+
+    engine.reset_caches = reset_caches
+    with pytest.raises(EngineError) as error:
+        sync.push(2, pause=None)
+    assert (error.value.where, error.value.engine) == ("reset_caches", "engine0")
+    assert sync.status() == [EngineStatus("engine0", 2, False)], "it has the new weights"
+    assert_equal(loader.weights, source)
+    sync.push(3)
+
+
+def test_one_that_is_torn_without_a_pause_is_paused_then(asking, loader, source):
+    engine, sync = asking
+    loader.fail = ValueError("layer")
+    with pytest.raises(TornModel):
+        sync.push(2, pause=None)
+    assert (engine.paused, engine.asked) == (True, [("keep", True)])
+    loader.fail = None
+    sync.push(2, pause=None)
+    assert not engine.paused
+    assert_equal(loader.weights, source)
+
+
+def test_an_engine_that_streams_must_be_paused(streaming, loader):
+    engine, sync = streaming
+    with pytest.raises(NotPaused) as error:
+        sync.push(2, pause=None)
+    assert 'pause="keep"' in error.value.cure
+    assert not engine.paused
+    sync.push(2)
+
+
+@pytest.mark.parametrize(
+    "how", [{"pause": "never"}, {"kv": None}, {"pause": True}, {"pause": None, "overlap": False}]
+)
+def test_how_no_engine_is_paused(sync, engine, how):
+    for call in (sync.push, sync.publish):
+        with pytest.raises(InvalidInfo) as error:
+            call(2, **how)
+        assert error.value.where in {"pause", "kv", "overlap"}
+    assert engine.calls == []
+    sync.push(2)
+
+
+def test_a_client_that_pauses_in_one_way(sync, engine, loader, source):
+    with pytest.raises(InvalidInfo) as error:
+        sync.push(2, kv="keep")
+    assert (error.value.where, error.value.engine) == ("pause", "engine0")
+    assert error.value.got == "pause()"
+    assert "pause" not in engine.calls
+    sync.push(2)
     assert_equal(loader.weights, source)
 
 

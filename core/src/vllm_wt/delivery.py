@@ -16,6 +16,7 @@ from vllm_wt.engine import Sender, TrainerWeightTransferEngine
 from vllm_wt.errors import Superseded, Timeout, TransportError, WeightTransferError
 from vllm_wt.fleet import Fleet, OnFailure, say_paused
 from vllm_wt.link import EngineLink, Stages
+from vllm_wt.pausing import USUAL, Pausing
 from vllm_wt.polling import Polls
 from vllm_wt.serving import Serving, reading
 from vllm_wt.sources.gathering import gathers_within
@@ -61,8 +62,7 @@ class Delivery:
         trainer: The trainer's side.
         version: What it is to publish.
         deadline: Of the whole.
-        overlap: Whether engines generate while they receive; if not, those that can be are paused
-            before start.
+        pausing: What is done with engines that can be paused.
         on_failure: What becomes of the others when an engine fails.
     """
 
@@ -76,7 +76,7 @@ class Delivery:
         version: int,
         deadline: Deadline,
         *,
-        overlap: bool,
+        pausing: Pausing = USUAL,
         on_failure: OnFailure = "raise",
     ) -> None:
         self._links = links
@@ -86,7 +86,7 @@ class Delivery:
         self.is_read = threading.Event()
         """Set once no engine reads what was published: nothing of it is needed any more."""
         self._deadline = deadline
-        self._overlap = overlap
+        self._pausing = pausing
         known = [link.workers for link in links if link.workers is not None]
         self._readers = sum(known) if len(known) == len(links) else None
         self._over = False
@@ -109,7 +109,8 @@ class Delivery:
         """
         with self._step():
             for link in self._links:
-                link.begin()
+                link.begin(self._pausing)
+                link.forget_first()
             began = time.perf_counter()
             if whole:
                 self._ask_ahead()
@@ -121,7 +122,7 @@ class Delivery:
             self._serving = Serving(self._trainer)
             with self._serving.blamed():
                 self._fleet.begin()
-                if not self._overlap:
+                if self._pausing.first:
                     self._fleet.each(lambda link: link.pause_first(self._deadline))
                 self._at_once = self._can_be_at_once()
                 # It has nothing to serve where all is there for the one engine that knows where. Else
@@ -348,6 +349,7 @@ class Delivery:
 
     def _commit(self, link: EngineLink) -> None:
         link.commit(self.version, self._deadline)
+        link.forget()
         link.resume()
 
     def _close_rounds(self, error: BaseException) -> Superseded | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from vllm_wt.errors import (
     from_text,
 )
 from vllm_wt.info import InitInfo, Op, UpdateInfo, seconds_left
+from vllm_wt.pausing import USUAL, Pausing
 from vllm_wt.reports import WorkerReport, decoded
 
 logger = logging.getLogger(__name__)
@@ -111,9 +113,17 @@ class EngineLink:
         """Whether somebody else had paused it when it was last looked at."""
         self.begin()
 
-    def begin(self) -> None:
-        """A new round, of which nothing has happened yet."""
+    def begin(self, pausing: Pausing = USUAL) -> None:
+        """A new round, of which nothing has happened yet.
+
+        Raises:
+            InvalidInfo: The client cannot pause the engine like that.
+        """
+        self._pausing = pausing
+        if self._pauses and pausing.arguments:
+            self._require_pause(pausing)
         self._idle = self.in_process
+        self._has_forgotten = False
         self._seconds = dict.fromkeys((field.name for field in fields(Stages)), 0.0)
         self._asked = 0.0
 
@@ -132,6 +142,21 @@ class EngineLink:
         return Stages(**self._seconds)
 
     # -- the steps of a round ----------------------------------------------------------------------
+
+    def forget_first(self) -> None:
+        """Have an engine that computes nothing within the round throw away what it has computed; others
+        do when they are paused, or by :meth:`forget`."""
+        if self._idle:
+            self._forget(False)
+
+    def forget(self) -> None:
+        """Have it throw away what the old weights have computed, if it has not, nor is to keep it."""
+        self._forget()
+
+    def _forget(self, *at_once: bool) -> None:
+        if self._pausing.kv == "recompute" and not self._has_forgotten:
+            self._has_forgotten = True
+            self._optional("reset_caches", *at_once)
 
     def connect(self, info: InitInfo, deadline: Deadline) -> None:
         """Connect the engine's workers to the trainer; a round that another left open is given up.
@@ -184,6 +209,11 @@ class EngineLink:
                 raise
             self.streams = True
             if not self.pause():
+                if self._pausing.mode is None:
+                    error.cure = (
+                        'push with pause="keep"; or let the worker have room for a whole update'
+                    )
+                    raise
                 error.cure = (
                     'let the worker have room for a whole update: staging="device" or "host"; '
                     "or give a client that has pause() and resume()"
@@ -420,7 +450,7 @@ class EngineLink:
         One that was paused before by somebody else stays so after the round. A torn one that is
         paused was left so by a push, of another session maybe: its new weights let it go on.
         """
-        if not self._idle and self._pauses:
+        if self._is_to_be_paused:
             with self._timed("stop"):
                 self._pause()
         return self._idle
@@ -431,10 +461,28 @@ class EngineLink:
         Raises:
             Superseded: The engine is another trainer's by now, who would find it paused.
         """
-        if not self._idle and self._pauses:
+        if self._is_to_be_paused:
             with suppress(Aborted):
                 self.ask(deadline)
         self.pause()
+
+    @property
+    def _is_to_be_paused(self) -> bool:
+        return not self._idle and self._pauses and self._pausing.mode is not None
+
+    def _require_pause(self, pausing: Pausing) -> None:
+        pause = self.client.pause  # type: ignore[attr-defined]
+        try:
+            inspect.signature(pause).bind(*pausing.arguments)
+        except TypeError:
+            raise InvalidInfo(
+                "This engine's client can pause in one way only",
+                engine=self.title,
+                where="pause",
+                expected="a client with pause(mode, clear_cache)",
+                got=f"pause{inspect.signature(pause)}",
+                cure="leave out pause and kv, or use a client of vllm_wt.clients",
+            ) from None
 
     def _pause(self) -> None:
         paused = not self.paused and bool(self._optional("is_paused"))
@@ -443,12 +491,12 @@ class EngineLink:
         # First: vLLM is paused even if it says that it could not.
         former, self.paused = self.paused, not others
         try:
-            self._call("pause")
+            self._call("pause", *self._pausing.arguments)
         except UnsupportedVllm as error:
             self.paused, self._pauses = former, False
             logger.info("vllm-wt: %s cannot be paused: %s", self.title, error)
             return
-        self._idle = True
+        self._idle = self._has_forgotten = True
         if others:
             logger.warning("vllm-wt: %s was paused before the push, and stays so", self.title)
 
@@ -468,6 +516,11 @@ class EngineLink:
         if self.whole is None and (self.paused or self._idle):
             with suppress(WeightTransferError):
                 self.ask(deadline)
+        if self.torn and not self._idle and self._pauses:
+            with suppress(
+                WeightTransferError
+            ):  # it was not to be paused, and must not generate now
+                self._pause()
         self.leave()
 
     def leave(self) -> None:
@@ -591,9 +644,10 @@ class EngineLink:
                 cure=f'start it with weight_transfer_config={{"backend": "{names[0]}"}}',
             )
 
-    def _optional(self, method: str) -> Any:
+    def _optional(self, method: str, *args: Any) -> Any:
         """The answer of a method that a client need not have; None without."""
-        return self._call(method) if callable(getattr(self.client, method, None)) else None
+        there = callable(getattr(self.client, method, None))
+        return self._call(method, *args) if there else None
 
     def _call(self, method: str, *args: Any) -> Any:
         function: Callable[..., Any] = getattr(self.client, method)

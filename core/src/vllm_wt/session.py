@@ -24,6 +24,7 @@ from vllm_wt.following import Leading, follow
 from vllm_wt.link import EngineLink
 from vllm_wt.opening import Opened, opened
 from vllm_wt.options import require_one_of
+from vllm_wt.pausing import Kv, PauseMode, Pausing
 from vllm_wt.publication import Publication
 from vllm_wt.reports import WorkerReport
 from vllm_wt.results import EngineStatus, PushResult
@@ -195,19 +196,27 @@ class WeightSync:
         self,
         version: int,
         *,
+        pause: PauseMode | None = "keep",
+        kv: Kv = "recompute",
         overlap: bool = True,
         on_failure: OnFailure = "raise",
         deadline_s: float = ROUND_S,
     ) -> PushResult:
         """Put the source's current weights into every engine.
 
-        An engine whose client can pause it is paused for the commit: its requests are kept, and go on
-        with the new weights (vLLM's mode ``keep``, which computes their KV cache anew). One that was
-        paused before by somebody else stays so. A trainer that is killed within the pause leaves the
-        engine paused until the next one connects; where workers do not report, until it is resumed.
+        An engine whose client can pause it is paused for the commit. One that was paused before by
+        somebody else stays so. A trainer that is killed within the pause leaves the engine paused until
+        the next one connects; where workers do not report, until it is resumed.
 
         Args:
             version: Larger than what any engine has committed in this session; 0 or more.
+            pause: What becomes of requests in flight. ``"keep"``: they go on with the new weights.
+                ``"wait"``: they are waited for, within the time that the client allows a pause.
+                ``"abort"``: they end. None: nothing is paused; the engine commits between two steps,
+                and refuses if it loads while it receives. One that is torn then is paused all the same.
+            kv: ``"recompute"``: caches are emptied, and requests that are kept computed again by the
+                new weights. ``"keep"``: they go on with keys and values of the old ones, and requests
+                that begin alike later find those too.
             overlap: Whether engines generate while the weights are on their way; if not, each that
                 can be is paused for all of the push. An engine that loads what it receives at once,
                 since it has no memory for a second copy, is paused while it receives in any case.
@@ -235,6 +244,7 @@ class WeightSync:
             try:
                 deadline = asked_for(deadline_s)
                 version = self._next("push", version, on_failure)
+                pausing = Pausing.asked_for(pause, kv, overlap)
                 self._take_snapshot(deadline)
             except WeightTransferError as error:
                 if isinstance(self._trainer, TogetherTrainer):  # the other ranks wait for this one
@@ -242,12 +252,14 @@ class WeightSync:
                 raise
             if isinstance(self._trainer, TogetherTrainer) and not self._trainer.team.leads:
                 return self._follow(self._trainer, version, deadline)
-            return self._deliver(self._new(version, deadline, overlap, on_failure))
+            return self._deliver(self._new(version, deadline, pausing, on_failure))
 
     def publish(
         self,
         version: int,
         *,
+        pause: PauseMode | None = "keep",
+        kv: Kv = "recompute",
         overlap: bool = True,
         on_failure: OnFailure = "raise",
         deadline_s: float = ROUND_S,
@@ -270,9 +282,10 @@ class WeightSync:
         deadline = asked_for(deadline_s)
         with self._alone("publish"):
             version = self._next("publish", version, on_failure)
+            pausing = Pausing.asked_for(pause, kv, overlap)
             self._require_background()
             self._take_snapshot(deadline)
-            current = self._new(version, deadline, overlap, on_failure)
+            current = self._new(version, deadline, pausing, on_failure)
             self._publication = Publication(current.delivery, partial(self._deliver, current))
 
     def wait_readers(self) -> None:
@@ -296,7 +309,7 @@ class WeightSync:
     def _bring(self, links: list[EngineLink], deadline: Deadline) -> None:
         """What engines that are new get at once."""
         if self._kept is not None:
-            delivery = Delivery(links, self._trainer, self._kept, deadline, overlap=True)
+            delivery = Delivery(links, self._trainer, self._kept, deadline)
             delivery.begin(whole=True)
             delivery.send()
             delivery.end()
@@ -349,7 +362,15 @@ class WeightSync:
                 cure="push instead; nothing can be generated meanwhile in any case",
             )
 
-    def begin(self, version: int, *, overlap: bool = True, deadline_s: float = ROUND_S) -> None:
+    def begin(
+        self,
+        version: int,
+        *,
+        pause: PauseMode | None = "keep",
+        kv: Kv = "recompute",
+        overlap: bool = True,
+        deadline_s: float = ROUND_S,
+    ) -> None:
         """Begin a round whose tensors are handed over with :meth:`send`.
 
         Nothing is committed before :meth:`end`. A ``vllm.LLM`` of this process is not to be used before
@@ -359,6 +380,7 @@ class WeightSync:
 
         Args:
             version: As of :meth:`push`.
+            pause, kv: As of :meth:`push`.
             overlap: As of :meth:`push`; if not, engines are paused from here to the end.
             deadline_s: Seconds for the transfer, with all that the caller does until `end`.
 
@@ -370,6 +392,7 @@ class WeightSync:
         """
         version = _version(version)
         deadline = asked_for(deadline_s)
+        pausing = Pausing.asked_for(pause, kv, overlap)
         with self._alone("begin"):
             self._require_next("begin")
             if not self._announces:
@@ -381,7 +404,7 @@ class WeightSync:
                     cure="use push; or connect with source=vllm_wt.source.Announced(...)",
                 )
             self._require_advance(version)
-            current = self._new(version, deadline, overlap)
+            current = self._new(version, deadline, pausing)
             with self._step(current):
                 current.delivery.begin()
                 current.delivery.accept()
@@ -460,7 +483,7 @@ class WeightSync:
         return PushResult(version, self._manifest.nbytes, len(self._manifest), 0.0, total_s, {})
 
     def _new(
-        self, version: int, deadline: Deadline, overlap: bool, on_failure: OnFailure = "raise"
+        self, version: int, deadline: Deadline, pausing: Pausing, on_failure: OnFailure = "raise"
     ) -> _Round:
         began = time.perf_counter()
         tell("vllm_wt_round_started", version=version)
@@ -470,7 +493,7 @@ class WeightSync:
             self._trainer,
             version,
             deadline,
-            overlap=overlap,
+            pausing=pausing,
             on_failure=on_failure,
         )
         return _Round(version, delivery, began)

@@ -18,6 +18,7 @@ import torch
 from vllm_wt.clients.relay import RelayClient
 from vllm_wt.manifest import Manifest, TensorMeta
 from vllm_wt.packing import DTYPES, as_bytes
+from vllm_wt.pausing import PauseMode
 from vllm_wt.serving import serving
 from vllm_wt.session import WeightSync
 
@@ -53,9 +54,9 @@ class TimedClient(RelayClient):
         """The last pause, from its call until the engine had been let go on."""
         return self.began["pause"], self.ended["resume"]
 
-    def pause(self) -> None:
+    def pause(self, mode: PauseMode = "keep", clear_cache: bool = True) -> None:
         self._bench.call("tokens", 1)
-        super().pause()
+        super().pause(mode, clear_cache)
 
     def call(self, method: str, *args: Any) -> Any:
         self.began[method] = time.monotonic()

@@ -17,6 +17,7 @@ from vllm_wt.caller import Caller, has_ended
 from vllm_wt.clients.limits import call_limit_s
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.errors import (
+    EngineError,
     InvalidInfo,
     PeerDead,
     Timeout,
@@ -26,6 +27,7 @@ from vllm_wt.errors import (
     from_text,
 )
 from vllm_wt.methods import REPORT, ROUND
+from vllm_wt.pausing import PauseMode
 from vllm_wt.reports import can_report, report_list
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class LocalClient:
         self._slack_s = slack_s
         self._takes_version = _takes_version(llm)
         self._caller = Caller("vllm-wt-llm")
+        self._is_to_reset = False
         self._last: Answer | None = None
         """Of the last call, whether anybody has waited for it or not."""
 
@@ -148,6 +151,17 @@ class LocalClient:
 
         return call
 
+    def reset_caches(self, at_once: bool = True) -> None:
+        """Throw away keys and values, and outputs of encoders; requests are computed again.
+
+        Args:
+            at_once: If not, the next call begins with it, at no time of its own.
+        """
+        if at_once:
+            self._call("reset_caches", lambda: _reset(self._llm), self._call_s)
+        else:
+            self._is_to_reset = True
+
     def world_size(self) -> int:
         """Workers that receive weights: tensor times pipeline parallel."""
         with _typed("world_size"):
@@ -189,8 +203,20 @@ class LocalClient:
     def _call(self, where: str, function: Callable[[], Any], seconds: float) -> Any:
         if self._resources is None:
             with _alive(where):
-                return function()
+                return self._resetting(function)()
         return self._begun(where, function, seconds).result()
+
+    def _resetting(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """The call, after the caches are reset if they are to be."""
+        if not self._is_to_reset:
+            return function
+        self._is_to_reset = False
+
+        def both() -> Any:
+            _reset(self._llm)
+            return function()
+
+        return both
 
     def _begun(self, where: str, function: Callable[[], Any], seconds: float) -> Answer:
         """A call on a thread of its own, when the one before has come to its end, or its time is over:
@@ -206,7 +232,7 @@ class LocalClient:
             _check_dead(resources, where)
             if deadline.expired:
                 raise _unanswered(where, seconds)
-        future = self._caller(function)
+        future = self._caller(self._resetting(function))
         self._last = Answer(future, where, seconds, lambda: _check_dead(resources, where))
         return self._last
 
@@ -297,8 +323,12 @@ class AsyncLocalClient:
         ask = getattr(self._engine, "get_weight_version", None)
         return None if ask is None else str(self._call("weight_version", ask, self._call_s))
 
-    def pause(self) -> None:
-        """Stop generating; requests in flight are kept. Harmless if it is paused already.
+    def pause(self, mode: PauseMode = "keep", clear_cache: bool = True) -> None:
+        """Stop generating. Harmless if it is paused already.
+
+        Args:
+            mode: What becomes of requests in flight; see `vllm_wt.pausing`.
+            clear_cache: Whether keys and values are thrown away, of kept requests too.
 
         Raises:
             UnsupportedVllm: This release cannot keep them.
@@ -312,7 +342,7 @@ class AsyncLocalClient:
                 got="none" if pause is None else f"pause_generation{inspect.signature(pause)}",
                 cure="use vLLM 0.25 or later",
             )
-        self._call("pause", lambda: pause(mode="keep"), self._call_s)
+        self._call("pause", lambda: pause(mode=mode, clear_cache=clear_cache), self._call_s)
 
     def resume(self) -> None:
         """Go on generating, after a :meth:`pause`; harmless without."""
@@ -322,6 +352,16 @@ class AsyncLocalClient:
         """Whether it is paused, by whomever; None where vLLM does not tell."""
         ask = getattr(self._engine, "is_paused", None)
         return None if ask is None else bool(self._call("is_paused", ask, self._call_s))
+
+    def reset_caches(self) -> None:
+        """Throw away keys and values, and outputs of encoders; requests are computed again."""
+        arguments = _reset_arguments(self._engine.vllm_config)
+        done = self._call(
+            "reset_caches", lambda: self._engine.reset_prefix_cache(*arguments), self._call_s
+        )
+        _require_reset(done)
+        if self._engine.vllm_config.model_config.is_multimodal_model:
+            self._call("reset_caches", self._engine.reset_encoder_cache, self._call_s)
 
     def reports(self) -> list[dict[str, Any]] | None:
         """What each worker says of itself; None where its engine is none of ours.
@@ -446,6 +486,30 @@ def _unanswered(where: str, seconds: float) -> Timeout:
         expected=f"within {seconds:g} s",
         cure="look for an engine that is stopped, or a blocked event loop",
     )
+
+
+def _reset(llm: LLM) -> None:
+    engine = llm.llm_engine
+    _require_reset(engine.reset_prefix_cache(*_reset_arguments(engine.vllm_config)))
+    if engine.vllm_config.model_config.is_multimodal_model:
+        engine.engine_core.reset_encoder_cache()
+
+
+def _reset_arguments(vllm_config: Any) -> tuple[bool, bool]:
+    """Of ``reset_prefix_cache``: whether requests in flight are computed again, and whether a KV
+    connector forgets, too."""
+    return True, vllm_config.kv_transfer_config is not None
+
+
+def _require_reset(done: Any) -> None:
+    if not done:
+        raise EngineError(
+            "vLLM has not thrown away what its old weights have computed",
+            where="reset_caches",
+            expected="reset_prefix_cache() -> True",
+            got=repr(done)[:200],
+            cure="see its log; push again",
+        )
 
 
 def _takes_version(engine: Any) -> bool:

@@ -24,10 +24,16 @@ class WeightSyncClient(Protocol):
     - ``weight_version() -> str | None``: the version that vLLM itself reports.
     - ``configured_backend() -> str | None``: the name that ``WeightTransferConfig`` was given, empty
       where the engine was started without, None if it can't be told.
-    - ``pause() -> None`` and ``resume() -> None``: stop generating, keeping the requests in flight,
-      and go on with them; both harm nothing when called twice. They raise ``UnsupportedVllm`` where
-      the engine cannot. Without them it is not paused.
+    - ``pause(mode="keep", clear_cache=True) -> None`` and ``resume() -> None``: stop generating and go
+      on; both harm nothing when called twice. They raise ``UnsupportedVllm`` where the engine cannot.
+      Without them it is not paused. A ``pause()`` without arguments is one that keeps requests, and
+      computes them again; what else `vllm_wt.pausing` has is then refused.
     - ``is_paused() -> bool | None``: None if it can't be told.
+    - ``reset_caches() -> None``: throw away what was computed by the old weights, keys and values and
+      outputs of encoders; requests in flight are computed again. Called after the commit where no
+      pause has done it. Without it an engine that is not paused may answer from prefixes that the old
+      weights have read. Of a client that is idle between calls ``reset_caches(at_once=False)`` is
+      called, before the round: it may wait for the next call.
     - ``reports() -> list[dict[str, Any]] | None``: what each worker says of itself, by rank, as
       `vllm_wt.reports.WorkerReport` decodes it; None where it can't be asked. Of an engine with
       data parallel, the workers of one replica may be all that answer.

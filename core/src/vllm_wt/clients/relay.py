@@ -36,6 +36,7 @@ from vllm_wt.errors import (
     from_text,
     to_text,
 )
+from vllm_wt.pausing import PauseMode
 from vllm_wt.reports import report_list
 
 _MAX_LINE = 1 << 28
@@ -60,6 +61,7 @@ ENGINE_METHODS = (
     "pause",
     "resume",
     "is_paused",
+    "reset_caches",
     "reports",
 )
 """What a client of an engine has; all but the first four are optional."""
@@ -454,13 +456,18 @@ class RelayClient:
         """See `vllm_wt.clients.protocol.WeightSyncClient`."""
         return text_or_none(self._optional("configured_backend"), where="configured_backend")
 
-    def pause(self) -> None:
-        """Stop generating; requests in flight are kept. Harmless if it is paused already.
+    def pause(self, mode: PauseMode = "keep", clear_cache: bool = True) -> None:
+        """Stop generating. Harmless if it is paused already.
+
+        Args:
+            mode: What becomes of requests in flight; see `vllm_wt.pausing`.
+            clear_cache: Whether keys and values are thrown away, of kept requests too.
 
         Raises:
             UnsupportedVllm: The served client cannot.
         """
-        self._switch("pause")
+        # One that was written for the usual pause takes no arguments.
+        self._switch("pause", *(() if mode == "keep" and clear_cache else (mode, clear_cache)))
 
     def resume(self) -> None:
         """Go on generating, after a :meth:`pause`; harmless without.
@@ -483,13 +490,17 @@ class RelayClient:
             )
         return paused
 
+    def reset_caches(self) -> None:
+        """Throw away what was computed before, if the served client can."""
+        self._optional("reset_caches")
+
     def reports(self) -> list[dict[str, Any]] | None:
         """What each worker says of itself; None where the served client does not tell."""
         return report_list(self._optional("reports"), where="reports")
 
-    def _switch(self, method: str) -> None:
+    def _switch(self, method: str, *args: Any) -> None:
         try:
-            self.call(method)
+            self.call(method, *args)
         except InvalidInfo as error:
             if not _lacks(error, method):
                 raise

@@ -23,6 +23,7 @@ from vllm_wt.clients.limits import call_limit_s, require_seconds, text_or_none, 
 from vllm_wt.deadline import INIT_S, ROUND_S, Deadline
 from vllm_wt.errors import InvalidInfo, PeerDead, Timeout, UnsupportedVllm, WrongOrder
 from vllm_wt.methods import REPORT
+from vllm_wt.pausing import PauseMode
 from vllm_wt.reports import can_report, report_list
 
 _MAX_BODY = 1 << 23
@@ -212,14 +213,19 @@ class HttpClient:
                 return ""
         return None
 
-    def pause(self) -> None:
-        """Stop generating; requests in flight are kept. Harmless if it is paused already.
+    def pause(self, mode: PauseMode = "keep", clear_cache: bool = True) -> None:
+        """Stop generating. Harmless if it is paused already.
+
+        Args:
+            mode: What becomes of requests in flight; see `vllm_wt.pausing`. ``"wait"`` must come to its
+                end within `Timeouts.pause_s`.
+            clear_cache: Whether keys and values are thrown away, of kept requests too.
 
         Raises:
             UnsupportedVllm: The server cannot.
         """
-        # keep, or vLLM would abort them; since 0.32 any other spelling is ignored, without a word.
-        self._switch("/pause?mode=keep")
+        # Without a mode vLLM would abort them; since 0.32 other spellings are ignored, without a word.
+        self._switch(f"/pause?mode={mode}" + ("" if clear_cache else "&clear_cache=false"))
 
     def resume(self) -> None:
         """Go on generating, after a :meth:`pause`; harmless without."""
@@ -234,6 +240,21 @@ class HttpClient:
         if not isinstance(paused, bool):
             raise not_vllm(reply.where, '{"is_paused": true or false}', repr(paused)[:200])
         return paused
+
+    def reset_caches(self) -> None:
+        """Throw away keys and values, and outputs of encoders; requests in flight are computed again.
+
+        Raises:
+            EngineError, CorruptTransfer: The server has no such route, or could not.
+        """
+        limit = Deadline(self._timeouts.pause_s)
+        route = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+        reply = self._exchange("POST", route, b"{}", limit, "pause_s")
+        if reply.status != 200 or reply.body:  # older releases say no more
+            told = answer(reply, "success", self._secrets)["success"]
+            if told is not True:
+                raise not_vllm(reply.where, '{"success": true}', repr(told)[:200])
+        self._exchange("POST", "/reset_encoder_cache", b"{}", limit, "pause_s")
 
     def reports(self) -> list[dict[str, Any]] | None:
         """What each worker says of itself; None where the server does not tell, nor whose it is.
