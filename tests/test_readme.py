@@ -104,12 +104,22 @@ def _answers(url: str) -> bool:
     return True
 
 
-def _plan(command: str) -> None:
+def _planned(command: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(random_model(ModelShape(), seed=0), Path(folder))
-        out = _run(command.replace("$MODEL", folder), timeout=120)
+        return _run(command.replace("$MODEL", folder), timeout=120)
+
+
+def _plan(command: str) -> None:
+    out = _planned(command)
     assert "Qwen3ForCausalLM, rank 1 of tensor parallel 2" in out
     assert re.search(r"^fallback +0 modules$", out, re.M)
+
+
+def _plan_source(command: str) -> None:
+    out = _planned(command)
+    assert "fsdp:4: 4 ranks hold" in out
+    assert "over 8 of 8 links" in out
 
 
 def _bench(command: str) -> None:
@@ -145,6 +155,7 @@ CHECKS = {
     "vllm-wt bench wire --backend rdma --json": _bench,
     "vllm-wt bench commit --json": _bench,
     "vllm-wt plan --model $MODEL --tp 2 --rank 1": _plan,
+    "vllm-wt plan --model $MODEL --tp 2 --source fsdp:4": _plan_source,
 }
 
 

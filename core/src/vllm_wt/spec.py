@@ -13,7 +13,8 @@ CONTRACT_VERSION = 1
 """Raised when a change of the contract breaks existing backends."""
 
 _FORMS = ("transport", "worker", "trainer", "native")
-_PATHS = (*_FORMS, "baseline", "doctor")
+_FUNCTIONS = ("doctor", "planner")
+_PATHS = (*_FORMS, "baseline", *_FUNCTIONS)
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 AUTO = "auto"
 """As the option ``transport=``: the first of a backend's transports whose libraries are installed."""
@@ -80,6 +81,8 @@ class BackendSpec:
         baselines: Those of ``transports`` that are others, by the same names.
         doctor: ``"package.module:function"`` that yields a `vllm_wt.cli.doctor.finding.Finding` for
             each check of the fabric; ``vllm-wt doctor`` calls it in a process of its own.
+        planner: ``"package.module:function"``, a `vllm_wt.cli.plan_source.SourcePlanner`: who sends
+            what to whom, for ``vllm-wt plan --source``.
         benchmarks: Benchmarks of the package's own, by the name that ``vllm-wt bench`` knows them by:
             ``"package.module:function"`` of a `vllm_wt.cli.bench.Benchmark`.
         capabilities: What the backend claims to be able to do.
@@ -100,6 +103,7 @@ class BackendSpec:
     native: str | None = None
     baseline: str | None = None
     doctor: str | None = None
+    planner: str | None = None
     transports: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     baselines: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     benchmarks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
@@ -134,7 +138,7 @@ class BackendSpec:
         for name in _PATHS:
             path = getattr(self, name)
             if path is not None and not _PATH.fullmatch(path):
-                form = "function" if name == "doctor" else "Class"
+                form = "function" if name in _FUNCTIONS else "Class"
                 raise ValueError(f"{name}={path!r} is not of the form 'package.module:{form}'")
         self._check_named_paths()
         self._check_capabilities()

@@ -231,6 +231,7 @@ def _lone_group() -> type:
 
 
 _CURES = {
+    "Number of experts": "leave out --ep: the model has no experts",
     "divisible by tensor parallel": "choose a tensor-parallel size that divides the model's heads",
     "divisible by": "choose a tensor-parallel size that divides the model's dimensions",
     "not divisible": "choose a tensor-parallel size that divides the model's dimensions",

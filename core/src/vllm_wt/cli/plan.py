@@ -1,22 +1,22 @@
-"""``vllm-wt plan``: what a rank of an engine would take of a checkpoint, and how, without an engine."""
+"""``vllm-wt plan``: what engines would take of a checkpoint, how, and from whom, without an engine."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
+import math
 import os
-import re
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from vllm_wt.errors import BackendUnavailable
+from vllm_wt.cli.bench_result import positive
+from vllm_wt.errors import BackendUnavailable, InvalidInfo
 
-_FIRST = 3
-"""Modules and tensors that are named where only their number matters."""
+_OF_SOURCE = ("replicas", "links", "plot")
+"""Arguments that make sense with ``--source`` alone."""
 
 
 def add_parser(commands: Any) -> None:
@@ -26,14 +26,46 @@ def add_parser(commands: Any) -> None:
         description="Builds a model without its weights, without a GPU and without the other ranks, "
         "and records what its loaders would do. The bytes that are needed are the same everywhere; "
         "reads, and how modules are loaded, are those of this host's kind of device, and of "
-        "VLLM_WT_APPLY where it is set.",
+        "VLLM_WT_APPLY where it is set. With --source all ranks are built, and who sends how much to "
+        "whom is planned.",
     )
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="folder with config.json, and weights or not"
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (%(default)s)")
-    parser.add_argument("--rank", type=int, default=0, help="which of its ranks (%(default)s)")
+    parser.add_argument("--rank", type=int, help="which of its ranks (0)")
+    parser.add_argument(
+        "--ep",
+        type=int,
+        nargs="?",
+        const=True,
+        metavar="N",
+        help="experts divided among the ranks, each of them whole; N is the tensor-parallel size",
+    )
     parser.add_argument("--quantization", help="as the engine's argument of this name")
+    parser.add_argument(
+        "--source",
+        metavar="SPEC",
+        help="how the trainer holds the model: fsdp:N, its rows in N shards; hsdp:RxN, that R times; "
+        "pp:N, its layers in N stages; ep:N, its experts in N groups, and the rest as fsdp:N; several "
+        "of these, the outermost first, as pp:2+fsdp:4; or files that it has written, as layout*.json",
+    )
+    parser.add_argument(
+        "--replicas", type=positive, metavar="K", help="with --source: engines, all alike (1)"
+    )
+    parser.add_argument(
+        "--links",
+        type=_speed,
+        nargs="+",
+        metavar="GB/s",
+        help="with --source: speeds of each rank's link, to compute seconds from (50)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="with --source: picture of who sends how much to whom"
+    )
+    parser.add_argument(
+        "--backend", default="sharded", help="with --source: what would transfer it (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 
@@ -42,19 +74,46 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code 0 when the checkpoint can be loaded.
 
     Raises:
-        BackendUnavailable: vLLM is not installed.
-        InvalidInfo: No such model, rank or quantization; or they do not go together.
+        BackendUnavailable: vLLM is not installed, or what ``--source`` or ``--plot`` needs.
+        InvalidInfo: No such model, rank, quantization or source; or they do not go together.
+        ManifestMismatch: The source lacks a part of the model.
         EngineError: vLLM cannot build the model.
         LoadError: The model does not take the checkpoint.
     """
     require_vllm("The plan is that of vLLM's own loaders")
+    from vllm_wt.cli import plan_rank, plan_source
+
     with stdout_kept():
-        found = _found(arguments)
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        print("\n".join(_lines(found)))
+        if arguments.source is None:
+            _require_none_of_source(arguments)
+            found, lines = plan_rank.planned(arguments)
+        else:
+            found, lines = plan_source.planned(arguments)
+    print(json.dumps(found) if arguments.json else "\n".join(lines))
     return 0
+
+
+def _speed(text: str) -> float:
+    """An argument for argparse."""
+    try:
+        speed = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not (speed > 0 and math.isfinite(speed)):
+        raise argparse.ArgumentTypeError(f"{text} is no speed")
+    return speed
+
+
+def _require_none_of_source(arguments: argparse.Namespace) -> None:
+    for name in _OF_SOURCE:
+        if getattr(arguments, name) is not None:
+            raise InvalidInfo(
+                f"--{name} says something of a transfer, and there is nobody to transfer from",
+                where=name,
+                expected=f"--source with --{name}",
+                got="no source",
+                cure="say how the trainer holds the model, as --source fsdp:8; see vllm-wt plan --help",
+            )
 
 
 def require_vllm(why: str) -> None:
@@ -86,120 +145,3 @@ def stdout_kept() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _found(arguments: argparse.Namespace) -> dict[str, Any]:
-    began = time.perf_counter()
-    from vllm_wt.bridge.skeleton import require_rank, skeleton
-    from vllm_wt.sources.checkpoint import has_weights, manifest_of
-
-    require_rank(arguments.tp, arguments.rank)
-    manifest = manifest_of(arguments.model)
-    from vllm import __version__ as release
-
-    from vllm_wt.bridge.planning import rehearse
-    from vllm_wt.loading.slices import sliced
-    from vllm_wt.transport import TransportProperties
-
-    imported = time.perf_counter()
-    with skeleton(
-        arguments.model, tp=arguments.tp, rank=arguments.rank, quantization=arguments.quantization
-    ) as built:
-        ready = time.perf_counter()
-        rehearsal = rehearse(built.model, built.vllm_config, built.device, manifest)
-        recorded = time.perf_counter()
-        architecture, platform = type(built.model).__name__, built.device.type
-    plan, tiers = rehearsal.plan, rehearsal.tiers
-    slices = sliced(plan, TransportProperties().gaps[platform])
-    read = {name: runs for name, runs in slices.runs.items() if runs}
-    return {
-        "model": str(arguments.model),
-        "architecture": architecture,
-        "tp": arguments.tp,
-        "rank": arguments.rank,
-        "quantization": arguments.quantization,
-        "vllm": release,
-        "platform": platform,
-        "names_from": "safetensors" if has_weights(arguments.model) else "config",
-        "tensors": len(manifest),
-        "tensors_needed": len(read),
-        "unused": list(plan.unused),
-        "model_bytes": manifest.nbytes,
-        "rank_bytes": plan.nbytes,
-        "runs": sum(map(len, read.values())),
-        "read_bytes": slices.nbytes,
-        "whole": tiers.whole,
-        "direct": {"modules": len(tiers.direct), "first": list(tiers.direct[:_FIRST])},
-        "layerwise": _grouped(tiers.layerwise.items()),
-        "fallback": _grouped((name, "; ".join(why)) for name, why in tiers.fallback.items()),
-        "seconds": {
-            "manifest": round(imported - began, 3),
-            "build": round(ready - imported, 3),
-            "record": round(recorded - ready, 3),
-        },
-    }
-
-
-def _grouped(modules: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Modules counted by their reason, the most frequent one first; layers are alike."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in modules:
-        by_reason.setdefault(re.sub(r"\.\d+\b", ".N", reason), []).append(name)
-    return {
-        "modules": sum(map(len, by_reason.values())),
-        "reasons": [
-            {"reason": reason, "modules": len(names), "first": names[:_FIRST]}
-            for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1]))
-        ],
-    }
-
-
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    yield (
-        f"{found['architecture']}, rank {found['rank']} of tensor parallel {found['tp']}, "
-        f"as vLLM {found['vllm']} has it on {found['platform']}"
-    )
-    if found["names_from"] == "config":
-        yield "(the folder has no weights: names and shapes are those that transformers would save)"
-    share = found["rank_bytes"] / max(found["model_bytes"], 1)
-    yield f"tensors    {found['tensors']}, {found['tensors_needed']} needed on this rank"
-    yield (
-        f"bytes      {_size(found['model_bytes'])}, {_size(found['rank_bytes'])} needed on this rank "
-        f"({share:.1%})"
-    )
-    yield (
-        f"reads      {found['runs']}, of {_size(found['read_bytes'])}: what lies between short pieces "
-        "is read too"
-    )
-    unused = found["unused"]
-    yield f"unused     {len(unused)}{_named(unused[:_FIRST], len(unused))}"
-    if found["whole"] is not None:
-        yield f"the whole model goes through vLLM's reload: {found['whole']}"
-        return
-    direct = found["direct"]
-    yield f"direct     {direct['modules']} modules{_named(direct['first'], direct['modules'])}"
-    for tier, how in (
-        ("layerwise", "made anew by vLLM from the same bytes"),
-        ("fallback", "full tensors, by the model's own loader"),
-    ):
-        yield f"{tier:<11}{found[tier]['modules']} modules" + (
-            f": {how}" if found[tier]["modules"] else ""
-        )
-        for each in found[tier]["reasons"]:
-            named = _named(each["first"], each["modules"])
-            yield f"  {each['modules']} x {each['reason']}{named}"
-
-
-def _named(names: list[str], count: int) -> str:
-    """Some names in brackets, and whether there are more."""
-    if not names:
-        return ""
-    shown = ", ".join(name or "the model itself" for name in names)
-    return f" ({shown}{', ...' if count > len(names) else ''})"
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} bytes"

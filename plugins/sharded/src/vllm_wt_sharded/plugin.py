@@ -15,6 +15,7 @@ def vllm_wt_backend() -> BackendSpec:
         worker="vllm_wt_sharded.worker:ShardedEngine",
         trainer="vllm_wt_sharded.trainer:ShardedTrainer",
         baseline="vllm_wt_rdma.baseline:NixlRead",
+        planner="vllm_wt_sharded.plan_cli:plan_source",
         benchmarks={"planner": "vllm_wt_sharded.bench_planner:planner"},
         capabilities=frozenset(Capability),
         summary="from the trainer's shards straight to the workers' shards, over rdma or ipc",
