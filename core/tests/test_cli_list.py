@@ -8,7 +8,7 @@ import pytest
 from vllm_wt.cli import main
 from vllm_wt.registry import ALLOW_LIST
 
-from .support.installed import good_source, install
+from .support.installed import forget, good_source, install
 
 BACKEND_KEYS = {
     "name",
@@ -40,8 +40,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setitem(sys.modules, "vllm", None)
     yield tmp_path
-    for name in ("t_one", "t_two", "t_bad"):
-        sys.modules.pop(f"dist_{name}_plugin", None)
+    forget(tmp_path)
 
 
 def test_json(site, capsys):

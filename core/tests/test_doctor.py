@@ -26,7 +26,7 @@ from vllm_wt.cli.doctor import backends as doctor_backends
 from vllm_wt.cli.doctor.finding import Finding
 from vllm_wt.registry import ALLOW_LIST
 
-from .support.installed import entry_points, good_source, install
+from .support.installed import entry_points, forget, good_source, install
 
 LONG_S = 60.0
 COMMAND = [sys.executable, "-m", "vllm_wt.cli", "doctor"]
@@ -43,13 +43,14 @@ def by_id(findings: list[Finding]) -> dict[str, Finding]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that this process and its children import from."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder
+    yield folder
+    forget(folder)
 
 
 # The whole command

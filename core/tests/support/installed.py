@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def install(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{backend} = {module}\n")
     return module
+
+
+def forget(site: Path) -> None:
+    """What was imported from a folder; another test may have modules of the same names."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(f"{site}/"):
+            del sys.modules[name]
 
 
 def entry_points(site: Path) -> list[metadata.EntryPoint]:
