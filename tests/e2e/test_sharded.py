@@ -94,6 +94,20 @@ def test_three_pushes(make, engine, kind, world, over):
     assert ranks.all("gathers") == [0] * world
 
 
+def test_a_step_of_learning_rate_0_changes_nothing(make, engine):
+    ranks = make()
+    ranks.connect()
+    ranks.assert_syncs(1, 700)
+    before = engine.tokens(), engine.checksums()
+    ranks.all("step", 0.0)
+    ranks.push(2)
+    assert (engine.tokens(), engine.checksums()) == before
+    assert [s["version"] for s in engine.state()] == [2] * engine.tp
+    ranks.all("step", 0.1)
+    ranks.push(3)
+    assert engine.checksums() != before[1]
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed(make, engine, victim):
     """The living say so in time, the engine serves its old weights, and a new trainer goes on."""

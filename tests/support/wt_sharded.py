@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from forking import fork_for_each_line
+from safetensors.torch import load_file
 from wt_cases import Weights
 from wt_ring import full_tensors, memory, serve
 from wt_team import ENGINE_METHODS, RANK_METHODS, Counted, TeamEngine, TeamRank
@@ -63,6 +64,23 @@ class ShardedRank(TeamRank):
 
         self._full = full
         self._declare(kind, dict(model.named_parameters()))
+
+    def make_of_checkpoints(self, kind: str, folder: str) -> None:
+        """A model whose weights of a seed are in the folder's checkpoint ``seed<seed>``."""
+
+        def full(seed: int) -> dict[str, torch.Tensor]:
+            found: dict[str, torch.Tensor] = load_file(f"{folder}/seed{seed}/model.safetensors")
+            return found
+
+        self._full = full
+        self._declare(kind, full(0))
+
+    def step(self, learning_rate: float) -> None:
+        """An optimizer's, on what this rank has."""
+        own = list(self.source.parameters())
+        for parameter in own:
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.AdamW(own, lr=learning_rate, weight_decay=0.0).step()
 
     def _declare(self, kind: str, full: dict[str, torch.Tensor]) -> None:
         self.kind = kind
@@ -272,13 +290,16 @@ class ShardedTeamEngine(TeamEngine):
         return ShardedEngine(context)
 
 
+_METHODS = ("gathers", "grown", "make_of_checkpoints", "step", "unshard")
+
+
 def main(role: str, path: str, *args: Any) -> None:
     if role == "engine":
         serve(path, ShardedTeamEngine(*args), ENGINE_METHODS)
         return
     Gathers.install()
     Counted.install()
-    serve(path, ShardedRank(*args), (*RANK_METHODS, "gathers", "grown", "unshard"))
+    serve(path, ShardedRank(*args), (*RANK_METHODS, *_METHODS))
 
 
 if __name__ == "__main__":

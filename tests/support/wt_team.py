@@ -140,17 +140,20 @@ class TeamRank(Rank):
         group: str = "all",
     ) -> None:
         self.close()
-        world = torch.distributed.group.WORLD
-        assert world is not None
-        own = StoreGroup(FileStore(f"{path}.store", world.size()), self.rank, world.size())
         self.sync = WeightSync.connect(
-            _client(path, backend) if self.rank == 0 else None,
+            _clients(path) if self.rank == 0 else None,
             backend=backend,
             source=self.source,
-            group={"all": world, "store": own, "none": None, "wrong": 5}[group],
+            group=self._group(group, path),
             deadline_s=deadline_s,
             **options,
         )
+
+    def _group(self, kind: str, path: str) -> Any:
+        if kind == "store":
+            store = FileStore(f"{path}.store", self.world)
+            return StoreGroup(store, self.rank, self.world)
+        return {"all": torch.distributed.group.WORLD, "none": None, "wrong": 5}[kind]
 
     def push_together(self, version: Any, deadline_s: Any = 30.0) -> int:
         assert self.sync is not None
@@ -190,10 +193,12 @@ class Counted:
         Team.exchange = exchange  # type: ignore[method-assign]
 
 
-def _client(path: str, backend: str) -> Any:
-    client = RelayClient(path, timeout_s=20.0)
-    client.idle_between_calls = False  # type: ignore[attr-defined]
-    return client
+def _clients(paths: str) -> list[Any]:
+    """Of engines, with commas between them."""
+    clients: list[Any] = [RelayClient(path, timeout_s=20.0) for path in paths.split(",")]
+    for client in clients:
+        client.idle_between_calls = False
+    return clients
 
 
 class _Threads:
