@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.xdist_gr
 
 SCRIPT = Path(__file__).parents[1] / "support" / "wt_sharded.py"
 NEW_TOKENS = 8
-OVER = ("rdma", "ipc")
+OVER = ("rdma", "ipc", "nccl_p2p")
 UNEVEN = ModelShape(vocab=257, tied=True)
 """Three ranks have 86, 86 and 85 rows of the vocabulary; of two workers, which vLLM pads to 160 rows
 each, the second has 97."""

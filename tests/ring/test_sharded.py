@@ -81,7 +81,7 @@ def make(forker):
         process.close()
 
 
-@pytest.fixture(params=["ipc", "rdma"])
+@pytest.fixture(params=["ipc", "rdma", pytest.param("nccl_p2p", marks=pytest.mark.slow)])
 def over(request):
     return request.param
 

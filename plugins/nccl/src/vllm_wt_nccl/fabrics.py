@@ -9,7 +9,14 @@ from vllm_wt_nccl.communicator import Communicator
 
 
 def opened(
-    store: Store, rank: int, size: int, address: str, device: torch.device, seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    address: str,
+    device: torch.device,
+    seconds: float,
+    *,
+    is_pair: bool = False,
 ) -> Communicator:
     """A communicator, made by all its ranks at the same time.
 
@@ -20,6 +27,7 @@ def opened(
         address: Of this host, by which the others reach it; NCCL finds its own way.
         device: Of the buffers.
         seconds: For making it.
+        is_pair: Whether it is one of many of two ranks each, which share this process and its GPU.
 
     Raises:
         WeightTransferError: A rank has not come, or cannot be reached; or the ranks don't fit together.
@@ -27,7 +35,7 @@ def opened(
     if device.type == "cuda":
         from vllm_wt_nccl.nccl import NcclCommunicator  # which needs a GPU's libraries
 
-        return NcclCommunicator(store, rank, size, device, seconds)
+        return NcclCommunicator(store, rank, size, device, seconds, is_pair=is_pair)
     from vllm_wt_nccl.gloo import GlooCommunicator
 
-    return GlooCommunicator(store, rank, size, address, seconds)
+    return GlooCommunicator(store, rank, size, address, seconds, is_pair=is_pair)

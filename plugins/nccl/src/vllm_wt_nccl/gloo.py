@@ -16,6 +16,8 @@ from vllm_wt.errors import PeerDead, Timeout, TransportError, WeightTransferErro
 
 _THREADS = 4
 """Of the group: as many operations are on their way together."""
+_PAIR_THREADS = 2
+"""Of a group of two, of which a process may have many: one bucket is carried, the next one begins."""
 _LEAST_S = 0.001
 """Least seconds: torch takes 0 for no limit."""
 
@@ -62,16 +64,26 @@ class GlooCommunicator:
         size: All ranks.
         address: Of this host, by which the others reach it.
         seconds: For making it.
+        is_pair: Whether it is one of many of two ranks.
 
     Raises:
         WeightTransferError: A rank has not come, or cannot be reached.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, address: str, seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        address: str,
+        seconds: float,
+        *,
+        is_pair: bool = False,
+    ) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
-        options._threads = _THREADS
+        options._threads = _PAIR_THREADS if is_pair else _THREADS
         options._timeout = timedelta(seconds=max(_LEAST_S, seconds))
         try:
             self._group = gloo(store, rank, size, options)

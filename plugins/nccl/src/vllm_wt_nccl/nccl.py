@@ -31,6 +31,8 @@ _LOOK_S = 0.00005
 _ABORT_S = 5.0
 """Seconds that an abort may take: it waits for the kernels on the GPU; 0.55 seen."""
 _LEAST_S = 0.001
+_PAIR_BLOCKS = 8
+"""Most blocks of a kernel of a pair: several pairs have one GPU at a time, beside what it computes."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,6 +50,11 @@ class NcclBroadcast:
         self._done = done
         self._check = check
         self._deadline = deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known that NCCL is done with the buffers."""
+        return not self._buffers
 
     def wait(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -79,6 +86,7 @@ class NcclCommunicator:
         size: All ranks.
         device: A GPU that no other rank has.
         seconds: For making it.
+        is_pair: Whether it is one of many of two ranks.
 
     Raises:
         InvalidInfo: Two ranks are on one GPU, or have different releases of NCCL.
@@ -86,11 +94,21 @@ class NcclCommunicator:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, seconds: float
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        seconds: float,
+        *,
+        is_pair: bool = False,
     ) -> None:
         deadline = Deadline(max(_LEAST_S, seconds))
         self._device = device
         self._aborting = Caller("vllm-wt-nccl-abort")
+        self._started: list[NcclBroadcast] = []
+        """Held until an abort has ended: until then NCCL may write to their buffers."""
+        limits = {"max_ctas": _PAIR_BLOCKS} if is_pair else {}
         with torch.cuda.device(device):
             gpus = exchanged(store, rank, size, _this_gpu(device), deadline)
             require_apart(gpus)
@@ -103,7 +121,9 @@ class NcclCommunicator:
             self._nccl: Any = nccl.Communicator()
             try:
                 with _typed():
-                    self._nccl.initialize(size, rank, made, nccl.NCCLConfig(blocking=False))
+                    self._nccl.initialize(
+                        size, rank, made, nccl.NCCLConfig(blocking=False, **limits)
+                    )
                 self._settle(deadline, "The communicator could not be made in time")
             except BaseException:
                 self.close()
@@ -122,7 +142,10 @@ class NcclCommunicator:
             self._settle(deadline, "A broadcast could not be started in time")
             done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return NcclBroadcast(buffers, done, self._check, deadline)
+        self._started = [each for each in self._started if not each.is_over]
+        broadcast = NcclBroadcast(buffers, done, self._check, deadline)
+        self._started.append(broadcast)
+        return broadcast
 
     def close(self) -> bool:
         communicator = self._nccl
@@ -134,6 +157,7 @@ class NcclCommunicator:
             with torch.cuda.device(self._device):
                 communicator.abort()
                 self._stream.synchronize()
+            self._started.clear()
 
         done, _ = wait([self._aborting(abort)], timeout=_ABORT_S)
         return bool(done)

@@ -18,6 +18,6 @@ def vllm_wt_backend() -> BackendSpec:
         planner="vllm_wt_sharded.plan_cli:plan_source",
         benchmarks={"planner": "vllm_wt_sharded.bench_planner:planner"},
         capabilities=frozenset(Capability),
-        summary="from the trainer's shards straight to the workers' shards, over rdma or ipc",
+        summary="from the trainer's shards straight to the workers' shards, over rdma, ipc or nccl_p2p",
         contract=1,
     )
