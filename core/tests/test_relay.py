@@ -172,7 +172,7 @@ def test_engine_methods_reach_the_engine(path):
     client.pause()
     client.resume()
     assert client.is_paused() is True
-    client.reset_caches()
+    client.reset_caches(at_once=False)
     assert client.reports() == [{"rank": 0}]
     client.close()
     server.close()

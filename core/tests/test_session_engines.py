@@ -163,7 +163,15 @@ def test_each_step_is_taken_with_all_engines_at_the_same_time(pair, call):
     pair.assert_good_round()
 
 
-def test_an_interrupt_within_the_commits_lets_them_end(pair, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """Whatever an engine in this process has made of interrupts."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+def test_an_interrupt_within_the_commits_lets_them_end(interruptible, pair, monkeypatch):
     interrupted = threading.Event()
 
     def interrupt() -> None:

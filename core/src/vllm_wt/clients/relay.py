@@ -490,8 +490,10 @@ class RelayClient:
             )
         return paused
 
-    def reset_caches(self) -> None:
-        """Throw away what was computed before, if the served client can."""
+    def reset_caches(self, at_once: bool = True) -> None:
+        """Throw away what was computed before, if the served client can; always at once, since whoever
+        serves it may compute before the next call."""
+        del at_once
         self._optional("reset_caches")
 
     def reports(self) -> list[dict[str, Any]] | None:
