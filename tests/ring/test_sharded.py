@@ -115,6 +115,30 @@ def test_what_is_cast_and_what_every_rank_has(make, over, kind, world):
     assert group.read() == [[*range(world)]] * 2
 
 
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("fsdp2", 3), ("columns", 2)])
+def test_nobody_has_memory_for_a_full_tensor(make, over, kind, world):
+    """There is one of 164 MB. Each rank has its part, and a worker receives no more than its own."""
+    group = make(kind, world)
+    group.all("make", kind, "huge", 1)
+    group.connect(over=over)
+    full = max(tensor.nbytes for tensor in full_tensors("huge", 1).values())
+    for version in (1, 2):
+        group.all("fill", version)
+        grown = group.all("grown", version)
+        assert max(grown) < full / 4, f"{[round(each / 1e6) for each in grown]} MB"
+    for worker in group.engine.call("facts"):
+        assert full / 2 <= worker["needed_nbytes"] < full / 2 + (1 << 20)
+    digests = group.engine.call("digests")
+    assert digests == [
+        {
+            name: [str(part.dtype), list(part.shape), digest_of(part)]
+            for index, (name, tensor) in enumerate(full_tensors("huge", 2).items())
+            for part in [tensor[part_of("parts", index, tuple(tensor.shape), worker, 2)]]
+        }
+        for worker in range(2)
+    ]
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_of_other_numbers(make, over, workers):
     group = make("columns", 2, workers)

@@ -47,6 +47,7 @@ SHAPES = {
         (3000,),
     ],
     "large": [(2048, 1024)] * 38,
+    "huge": [(40_000, 1024), (7,)],
 }
 """Of the models; sizes that neither two nor three divides among them."""
 
@@ -56,7 +57,7 @@ def full_tensors(size: str, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for index, shape in enumerate(SHAPES[size]):
-        if size == "large":  # quick to make
+        if size in {"large", "huge"}:  # quick to make
             made[f"w{index}"] = torch.full(shape, float(seed * 1000 + index))
             continue
         tensor = torch.randn(shape, generator=generator)

@@ -154,8 +154,8 @@ class ShardedRank(TeamRank):
         number, Gathers.number = Gathers.number, 0
         return number
 
-    def grown(self, version: int) -> float:
-        """MiB that a push has needed on this rank, beyond what it had before."""
+    def grown(self, version: int) -> int:
+        """Bytes that a push has needed on this rank, beyond what it had before."""
         from pathlib import Path
 
         Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
